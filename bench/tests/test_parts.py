@@ -571,7 +571,7 @@ def test_operations_of_a_training_step():
         ("aten::gelu", "elementwise"),
         ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "elementwise"),
         ("aten::native_layer_norm", "other"),
-        ("dkdv_kernel", "attention"),
+        ("attention_dkdv_kernel", "attention"),
         ("fmha_cutlassF_f32", "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("Memcpy DtoD", "copies"),

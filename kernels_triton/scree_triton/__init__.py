@@ -14,7 +14,8 @@ class KernelEntry:
 
     The module offers three functions. ``rejects(call)`` returns why the kernel does not support a
     call, or None. ``<function>(call)`` computes it. ``prepare_<function>(call)`` is optional. It
-    returns a function for later calls with the same guard.
+    returns a function for later calls with the same guard. ``note(call)`` is optional too. It returns
+    why a faster variant does not run, or None.
     """
 
     module: str
@@ -96,4 +97,5 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
         provider="triton",
         rejects=rejects,
         prepare=getattr(kernels, f"prepare_{function}", None),
+        note=getattr(kernels, "note", lambda call: None),
     )(getattr(kernels, function))

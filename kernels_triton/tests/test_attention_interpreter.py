@@ -18,7 +18,7 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import arguments, autotune, launch_configs
+from scree_triton.attention import arguments, autotune, interface, launch_configs
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
@@ -159,17 +159,17 @@ def test_select_config_on_hopper_returns_documented_kernels(
 
 
 GROUPS = {
-    "portable.forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers",
-    "portable.dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers",
-    "portable.dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers",
-    "forward_sm90.forward_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
-    "backward_sm90.dq_kernel": "DqArgs DqStrides DqNumbers",
-    "backward_sm90.dkdv_kernel": "DkdvArgs DkdvStrides BackwardNumbers",
-    "float32_sm90.forward_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
-    "float32_sm90.dq_kernel": "Float32DqArgs BackwardNumbers",
-    "float32_sm90.dkdv_kernel": "Float32DkdvArgs BackwardNumbers",
-    "bf16x3.split_kernel": "SplitArgs",
-    "bf16x3.split_dout_kernel": "SplitDoutArgs",
+    "portable.attention_forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers",
+    "portable.attention_dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers",
+    "portable.attention_dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers",
+    "forward_sm90.attention_forward_sm90_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
+    "backward_sm90.attention_dq_sm90_kernel": "DqArgs DqStrides DqNumbers",
+    "backward_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides BackwardNumbers",
+    "float32_sm90.attention_forward_float32_sm90_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
+    "float32_sm90.attention_dq_float32_sm90_kernel": "Float32DqArgs BackwardNumbers",
+    "float32_sm90.attention_dkdv_float32_sm90_kernel": "Float32DkdvArgs BackwardNumbers",
+    "bf16x3.attention_split_kernel": "SplitArgs",
+    "bf16x3.attention_split_dout_kernel": "SplitDoutArgs",
 }
 
 
@@ -219,8 +219,8 @@ def test_get_launch_config_distinguishes_tf32(monkeypatch):
     assert [c.forward_launch.constants["PRECISION"] for c in configs] == ["tf32x3", "tf32"]
 
 
-def test_autotune_measures_each_kind_once(monkeypatch, capsys):
-    """The fastest tiles are printed and used from then on; each kind is measured once."""
+def test_autotune_measures_each_kind_once(monkeypatch, capsys, tmp_path):
+    """The fastest tiles are printed and used from then on, also by a second process."""
     case = Case(f32, 16, 16, 1, 1, (9, 0, 20), causal=True)
     p = problem(case, DEVICE)
     measured = []
@@ -237,14 +237,18 @@ def test_autotune_measures_each_kind_once(monkeypatch, capsys):
     monkeypatch.setattr(autotune, "milliseconds", measure)
     monkeypatch.setattr(autotune, "RESULTS", {})
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    for _ in range(2):
+    monkeypatch.setattr(autotune.knobs.cache, "dir", str(tmp_path))
+    for is_new_process in (False, False, True):
+        if is_new_process:
+            autotune.RESULTS.clear()
         layout, spec = VarlenLayout(p.cu_q, p.cu_k, None), AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
         config = get_launch_config(p.q, p.k, p.v, layout, spec, False)
         assert all(tile[:3] == (128, 32, 4) and tile.num_stages == 1 for tile in config.tiles)
         count = len(measured)
         launch_configs.CONFIG_CACHE.clear()
+        assert count == len(measured)
     assert (
-        count == len(measured)
+        len(list(tmp_path.glob("scree/*.json"))) == 1
         and capsys.readouterr().out.count(f"(4, 32): {config.tiles!r},  # torch.float32, right")
         == 1
     )
@@ -301,3 +305,22 @@ def test_schedule_tiles_covers_all_tokens_longest_first(
         for start, n, first in scheduled
     ]
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))
+
+
+@pytest.mark.parametrize(
+    "version, dtype, dim, expected",
+    [
+        ((3, 6), torch.float16, 64, None),
+        ((3, 9), torch.float16, 64, "tested with Triton 3.6 and 3.7, not 3.9"),
+        ((3, 6), torch.float16, 20, "multiples of 8 from 24 to 256 here, not 20"),
+        ((3, 6), torch.float32, 128, "head_dim 32 or 64 here, not 128"),
+    ],
+)
+def test_explain_says_why_no_hopper_kernel_runs(version, dtype, dim, expected, monkeypatch):
+    hopper = Device("nvidia", (9, 0), 132, 232448, 50 << 20, version)
+    for module in (launch_configs, interface):
+        monkeypatch.setattr(module, "device_info", lambda device: hopper)
+    arr = scree.from_lengths(torch.zeros((3, 2, dim), dtype=dtype, device=DEVICE), [1, 2])
+    explanation = scree.explain("attention", arr, arr, arr)
+    assert explanation.provider == "triton"
+    assert (explanation.note is None) if expected is None else expected in str(explanation)

@@ -28,14 +28,19 @@ class Explanation:
         result.
     rejected
         Provider -> reason, for the kernels that rejected the call before.
+    note
+        Why a faster variant of the selected kernel does not run; None if the fastest one runs.
     """
 
     operation: str
     provider: str
     rejected: dict[str, str]
+    note: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: runs on {self.provider!r}"]
+        if self.note is not None:
+            lines.append(f"  {self.note}")
         return "\n".join(
             lines + [f"  {name!r} rejects: {reason}" for name, reason in self.rejected.items()]
         )
@@ -83,10 +88,10 @@ def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
     """
     arguments = [*args, *kwargs.values()]
     function = _find_function(name, arguments)
-    selected: list[tuple[str, dict[str, str]]] = []
+    selected: list[tuple[str, dict[str, str], str | None]] = []
 
-    def observe(operation: str, provider: str, rejected: dict[str, str]) -> None:
-        selected.append((provider, rejected))
+    def observe(provider: str, rejected: dict[str, str], note: str | None) -> None:
+        selected.append((provider, rejected, note))
         raise _Selected
 
     thread = get_ident()

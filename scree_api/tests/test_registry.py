@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,3 +233,36 @@ def test_first_array_of_a_library_loads_its_packages() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert out.splitlines() == ["imported", "scree.kernels numpy"]
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_kernel_that_is_unavailable_falls_back_once_with_a_warning(is_prepared: bool) -> None:
+    """A call of another dtype still asks the kernel; one of the same kind does not."""
+    import torch
+
+    from scree.dispatch.operation import KernelUnavailableError
+
+    asked = []
+
+    def run(call: Any) -> Any:
+        asked.append(call.x.dtype)
+        raise KernelUnavailableError("it does not compile")
+
+    arr = scree.from_lengths(torch.ones(3), [1, 2])
+    with registry.isolated():
+        prepare = (lambda call: lambda x: run(SimpleNamespace(x=x))) if is_prepared else None
+        scree.register_kernel("softmax", provider="broken", prepare=prepare)(run)
+        with pytest.warns(RuntimeWarning, match="'broken' cannot run this kind of call"):
+            first = scree.softmax(arr)
+        count = len(asked)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            again = scree.softmax(arr)
+        assert len(asked) == count
+        assert torch.equal(first.values, again.values)
+        assert scree.explain("softmax", arr).rejected["broken"] == "it does not compile"
+        with pytest.raises(ValueError, match="it does not compile"):
+            scree.softmax(arr, kernel="broken")
+        with pytest.warns(RuntimeWarning):
+            scree.softmax(arr.with_values(torch.ones(3, dtype=torch.float64)))
+        assert asked[-1] == torch.float64

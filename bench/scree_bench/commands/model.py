@@ -35,8 +35,8 @@ LIMITS = {"fp32": "float32", "bf16 autocast": "bfloat16"}
 #: Class -> pattern in the names of its kernels; the first match counts. The remaining kernels are
 #: norms, softmax and reductions.
 CLASSES = {
-    "attention": "attention|flash|fmha|sdpa|^(forward|dq|dkdv)_kernel",
-    "matmul": "(^|[^a-z])(add|badd|b)?mm([^a-z]|$)|gemm|matmul|linear|cutlass|nvjet",
+    "attention": "attention|flash|fmha|sdpa",
+    "matmul": "(^|[^a-z])(add|badd|b)?mm([^a-z]|$)|gemm|matmul|linear(?!_cross)|grouped|cutlass|nvjet",
     "copies": "copy|memcpy|cat|index|gather|scatter|fill|zero|memset|embedding|clone",
     "elementwise": "elementwise|gelu|add|mul|div|sub|multi_tensor|adam",
 }

@@ -55,7 +55,7 @@ class DqNumbers(NamedTuple):
 
 # --- Portable kernels
 class PortableForwardStrides(NamedTuple):
-    """Strides of `portable.forward_kernel`."""
+    """Strides of `portable.attention_forward_kernel`."""
 
     stride_qm: int
     stride_qh: int
@@ -68,7 +68,7 @@ class PortableForwardStrides(NamedTuple):
 
 @launch_args
 class PortableForwardArgs:
-    """Arguments of `portable.forward_kernel`."""
+    """Arguments of `portable.attention_forward_kernel`."""
 
     Q: Pointer
     K: Pointer
@@ -95,7 +95,7 @@ class PortableForwardArgs:
 
 
 class PortableDqStrides(NamedTuple):
-    """Strides of `portable.dq_kernel`."""
+    """Strides of `portable.attention_dq_kernel`."""
 
     stride_qm: int
     stride_qh: int
@@ -111,7 +111,7 @@ class PortableDqStrides(NamedTuple):
 
 @launch_args
 class PortableDqArgs:
-    """Arguments of `portable.dq_kernel`."""
+    """Arguments of `portable.attention_dq_kernel`."""
 
     Q: Pointer
     K: Pointer
@@ -148,7 +148,7 @@ class PortableDqArgs:
 
 
 class PortableDkdvStrides(NamedTuple):
-    """Strides of `portable.dkdv_kernel`."""
+    """Strides of `portable.attention_dkdv_kernel`."""
 
     stride_qm: int
     stride_qh: int
@@ -164,7 +164,7 @@ class PortableDkdvStrides(NamedTuple):
 
 @launch_args
 class PortableDkdvArgs:
-    """Arguments of `portable.dkdv_kernel`."""
+    """Arguments of `portable.attention_dkdv_kernel`."""
 
     Q: Pointer
     K: Pointer
@@ -198,7 +198,7 @@ class PortableDkdvArgs:
 
 # --- Hopper, half precision
 class ForwardStrides(NamedTuple):
-    """Strides of `forward_sm90.forward_kernel`."""
+    """Strides of `forward_sm90.attention_forward_sm90_kernel`."""
 
     stride_qh: int
     stride_kh: int
@@ -208,7 +208,7 @@ class ForwardStrides(NamedTuple):
 
 @launch_args
 class ForwardArgs:
-    """Arguments of `forward_sm90.forward_kernel`."""
+    """Arguments of `forward_sm90.attention_forward_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor
@@ -234,7 +234,7 @@ class ForwardArgs:
 
 
 class DqStrides(NamedTuple):
-    """Strides of `backward_sm90.dq_kernel`."""
+    """Strides of `backward_sm90.attention_dq_sm90_kernel`."""
 
     stride_qh: int
     stride_kh: int
@@ -245,7 +245,7 @@ class DqStrides(NamedTuple):
 
 @launch_args
 class DqArgs:
-    """Arguments of `backward_sm90.dq_kernel`."""
+    """Arguments of `backward_sm90.attention_dq_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor
@@ -278,7 +278,7 @@ class DqArgs:
 
 
 class DkdvStrides(NamedTuple):
-    """Strides of `backward_sm90.dkdv_kernel`."""
+    """Strides of `backward_sm90.attention_dkdv_sm90_kernel`."""
 
     stride_qh: int
     stride_kh: int
@@ -290,7 +290,7 @@ class DkdvStrides(NamedTuple):
 
 @launch_args
 class DkdvArgs:
-    """Arguments of `backward_sm90.dkdv_kernel`."""
+    """Arguments of `backward_sm90.attention_dkdv_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor
@@ -321,7 +321,7 @@ class DkdvArgs:
 
 # --- Hopper, float32
 class Float32ForwardStrides(NamedTuple):
-    """Strides of `float32_sm90.forward_kernel`."""
+    """Strides of `float32_sm90.attention_forward_float32_sm90_kernel`."""
 
     stride_qh: int
     stride_om: int
@@ -329,7 +329,7 @@ class Float32ForwardStrides(NamedTuple):
 
 @launch_args
 class Float32ForwardArgs:
-    """Arguments of `float32_sm90.forward_kernel`."""
+    """Arguments of `float32_sm90.attention_forward_float32_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor
@@ -353,7 +353,7 @@ class Float32ForwardArgs:
 
 @launch_args
 class Float32DqArgs:
-    """Arguments of `float32_sm90.dq_kernel`."""
+    """Arguments of `float32_sm90.attention_dq_float32_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor
@@ -378,7 +378,7 @@ class Float32DqArgs:
 
 @launch_args
 class Float32DkdvArgs:
-    """Arguments of `float32_sm90.dkdv_kernel`."""
+    """Arguments of `float32_sm90.attention_dkdv_float32_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor
@@ -404,7 +404,7 @@ class Float32DkdvArgs:
 
 @launch_args
 class SplitArgs:
-    """Arguments of `bf16x3.split_kernel`."""
+    """Arguments of `bf16x3.attention_split_kernel`."""
 
     X: Pointer
     SPLIT: Pointer
@@ -416,7 +416,7 @@ class SplitArgs:
 
 @launch_args
 class SplitDoutArgs:
-    """Arguments of `bf16x3.split_dout_kernel`."""
+    """Arguments of `bf16x3.attention_split_dout_kernel`."""
 
     OUT: Pointer
     DO: Pointer

@@ -436,7 +436,7 @@ def _dq_consumer(
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def dq_kernel(
+def attention_dq_sm90_kernel(
     q_desc,
     k_desc,
     v_desc,
@@ -482,7 +482,7 @@ def dq_kernel(
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
 ):
-    """Compute dQ, stored through its descriptor, and STATS (2, heads, total_q) for `dkdv_kernel`.
+    """Compute dQ, stored through its descriptor, and STATS (2, heads, total_q) for `attention_dkdv_sm90_kernel`.
 
     STATS holds the log-sum-exp in base 2 and delta = sum(out * dout) - dlse.
     """
@@ -805,7 +805,7 @@ def dkdv_producer(
                     PARTS_V,
                 )
             tile_id = fetch_tile(COUNTER + 1, total_tiles)
-            pdl_wait(work_idx)  # dq_kernel computes STATS
+            pdl_wait(work_idx)  # attention_dq_sm90_kernel computes STATS
             m_block_min, m_block_max = get_m_block_min_max(
                 start_n,
                 seqlen_k,
@@ -1205,7 +1205,7 @@ def _dkdv_consumer(
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def dkdv_kernel(
+def attention_dkdv_sm90_kernel(
     q_desc,
     k_desc,
     v_desc,

@@ -32,7 +32,7 @@ def _store_terms(SPLIT, x, i, offs_d, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("total", "heads"))
-def split_kernel(
+def attention_split_kernel(
     X, SPLIT, stride_xt, stride_xh, total, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write SPLIT (total, heads, TERMS, HEAD_DIM) bfloat16: its sum over the terms is X."""
@@ -49,7 +49,7 @@ def split_kernel(
 
 
 @triton.jit(do_not_specialize=("stride_dlsem", "stride_dlseh", "total_q", "stats_stride", "heads"))
-def split_dout_kernel(
+def attention_split_dout_kernel(
     OUT,
     DO,
     LSE,

@@ -272,7 +272,7 @@ def _forward_consumer(
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def forward_kernel(
+def attention_forward_float32_sm90_kernel(
     q_desc,
     k_desc,
     v_desc,
@@ -655,7 +655,7 @@ def _dq_consumer(
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def dq_kernel(
+def attention_dq_float32_sm90_kernel(
     q_desc,
     k_desc,
     v_desc,
@@ -1075,7 +1075,7 @@ def _dkdv_consumer(
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def dkdv_kernel(
+def attention_dkdv_float32_sm90_kernel(
     q_desc,
     k_desc,
     v_desc,

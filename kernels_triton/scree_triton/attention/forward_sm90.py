@@ -556,7 +556,7 @@ def _forward_consumer(
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def forward_kernel(
+def attention_forward_sm90_kernel(
     q_desc,
     k_desc,
     v_desc,

@@ -12,12 +12,14 @@ import torch
 
 from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
-from ..runtime.device import INTERPRETED
+from ..runtime.device import INTERPRETED, device_info
 from .launch_configs import (
     AttentionSpec,
     VarlenLayout,
     allows_tf32,
     get_launch_config,
+    has_sm90_kernels,
+    is_tma_addressable,
     is_tma_aligned,
     usual_tile_sizes,
 )
@@ -58,6 +60,22 @@ def rejects(call: Any) -> str | None:
         return f"the Triton kernels need a positive scale, not {call.scale}"
     if call.q.offsets.shape[0] > _MAX_ROWS or total > _MAX_TOKENS or total_k > _MAX_TOKENS:
         return f"the Triton kernels take up to {_MAX_ROWS - 1} rows and {_MAX_TOKENS} tokens"
+    return None
+
+
+def note(call: Any) -> str | None:
+    """Return why no kernel for Hopper runs on a Hopper GPU; None if one does."""
+    q, k, v = call.q.values, call.k.values, call.v.values
+    device, prefix = device_info(q.device), "the faster kernels for Hopper take"
+    if not device.is_hopper or device.note:
+        return device.note
+    if allows_tf32(q.dtype):
+        return f"{prefix} float32 only with torch.set_float32_matmul_precision('highest')"
+    if not has_sm90_kernels(q.device, q.dtype, q.shape[2], v.shape[2]):
+        supported = "32 or 64" if q.dtype == torch.float32 else "multiples of 8 from 24 to 256"
+        return f"{prefix} head_dim {supported} here, not {q.shape[2]} (q, k) and {v.shape[2]} (v)"
+    if not (is_tma_aligned(q, k, v) and all(map(is_tma_addressable, (q, k, v)))):
+        return f"{prefix} q, k and v at addresses and with strides that are multiples of 16 bytes"
     return None
 
 

@@ -179,6 +179,8 @@ def get_launch_config(
         heads_of = tuple(HeadLayout(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
         config = select_config(q.device, q.dtype, heads_of, *key[9:])
         if AUTOTUNE and isinstance(config, PortableConfig) and has_tokens:
+            if q.is_cuda and torch.cuda.is_current_stream_capturing():
+                return config  # a graph cannot contain measurements; a later call tunes
             config = config.autotuned(q, k, v, layout, spec)
         CONFIG_CACHE[key] = config
     return config
@@ -214,8 +216,10 @@ def select_config(
     half = dtype != torch.float32
     sm90 = (
         tma_aligned
-        and _has_sm90_kernels(device, dtype, q.head_dim, v.head_dim)
-        and all(_is_tma_addressable(x.token_stride, x.head_stride, x.heads) for x in layouts)
+        and has_sm90_kernels(device, dtype, q.head_dim, v.head_dim)
+        and all(
+            _are_strides_tma_addressable(x.token_stride, x.head_stride, x.heads) for x in layouts
+        )
     )
     if sm90 and half:
         return Sm90Config(
@@ -226,7 +230,7 @@ def select_config(
     return PortableConfig(device, dtype, layouts, has_left, has_right, softcap, alibi, tf32)
 
 
-def _has_sm90_kernels(
+def has_sm90_kernels(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
 ) -> bool:
     """Return whether Gluon kernels for Hopper support these head_dims on the device."""
@@ -248,11 +252,12 @@ class TileSizes(NamedTuple):
 def usual_tile_sizes(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
 ) -> TileSizes:
-    """Return the tile sizes of all calls but few: those that TMA cannot address, autotuned ones and
-    those of a few short rows.
+    """Return the tile sizes of most calls.
+
+    Calls that TMA cannot address, autotuned calls and batches of a few short rows have others.
     """
     tiles: Sm90Tiles | Tiles | None = None
-    if _has_sm90_kernels(device, dtype, head_dim, head_dim_v) and not allows_tf32(dtype):
+    if has_sm90_kernels(device, dtype, head_dim, head_dim_v) and not allows_tf32(dtype):
         tiles = _sm90_tiles(dtype.itemsize, head_dim, head_dim_v)
     if tiles is None:
         block_d = max(32, *(triton.next_power_of_2(x) for x in (head_dim, head_dim_v)))
@@ -298,7 +303,12 @@ def _initial_registers(ctas_per_sm: int, consumers: int) -> int:
     return 512 // (ctas_per_sm * (consumers + 1)) // 8 * 8
 
 
-def _is_tma_addressable(token_stride: int, head_stride: int, heads: int) -> bool:
+def is_tma_addressable(x: torch.Tensor) -> bool:
+    """Return whether TMA can address values (total, heads, dim)."""
+    return _are_strides_tma_addressable(x.stride(0), x.stride(1), x.shape[1])
+
+
+def _are_strides_tma_addressable(token_stride: int, head_stride: int, heads: int) -> bool:
     """Return whether TMA can address a tensor.
 
     Its strides must be multiples of 16 bytes and within the range of TMA coordinates.
@@ -511,13 +521,13 @@ class PortableConfig(LaunchConfig):
             )
 
         self.forward_launch = launch(
-            portable.forward_kernel, PortableForwardArgs, self.tiles.forward
+            portable.attention_forward_kernel, PortableForwardArgs, self.tiles.forward
         )
         self.dq_launches = [
-            launch(portable.dq_kernel, PortableDqArgs, self.tiles.dq, HAS_DLSE=x)
+            launch(portable.attention_dq_kernel, PortableDqArgs, self.tiles.dq, HAS_DLSE=x)
             for x in (False, True)
         ]
-        self.dkdv_launch = launch(portable.dkdv_kernel, PortableDkdvArgs, self.tiles.dkdv)
+        self.dkdv_launch = launch(portable.attention_dkdv_kernel, PortableDkdvArgs, self.tiles.dkdv)
 
     def autotuned(
         self,
@@ -539,7 +549,7 @@ class PortableConfig(LaunchConfig):
             name.removeprefix("has_") for name, present in self.features.items() if present
         )
         tiles = autotune_tiles(
-            (self.device, *self.kind, self.dtype, *features),
+            (*self.kind, self.dtype, *features),
             make_config,
             self.tiles,
             q,
@@ -688,7 +698,7 @@ class Sm90Config(LaunchConfig):
         )
         m, n, stages, own_stages, self.ctas_per_sm = self.tiles.forward
         self.forward_launch = Launch(
-            forward_sm90.forward_kernel,
+            forward_sm90.attention_forward_sm90_kernel,
             dict(
                 BLOCK_M=m,
                 BLOCK_N=n,
@@ -708,7 +718,7 @@ class Sm90Config(LaunchConfig):
         m, n, stages, own_stages, _ = self.tiles.dq
         self.dq_launches = [
             Launch(
-                backward_sm90.dq_kernel,
+                backward_sm90.attention_dq_sm90_kernel,
                 dict(
                     BLOCK_M=m,
                     BLOCK_N=n,
@@ -729,7 +739,7 @@ class Sm90Config(LaunchConfig):
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
         self.dkdv_launches = [
             Launch(
-                backward_sm90.dkdv_kernel,
+                backward_sm90.attention_dkdv_sm90_kernel,
                 dict(
                     BLOCK_M=m,
                     BLOCK_N=n,
@@ -757,7 +767,7 @@ class Sm90Config(LaunchConfig):
         return (
             last_stride == 1
             and dout.data_ptr() & 15 == 0
-            and _is_tma_addressable(token_stride, head_stride, self.heads)
+            and _are_strides_tma_addressable(token_stride, head_stride, self.heads)
         )
 
     def _forward(self, layout, total_q, spec):
@@ -897,17 +907,22 @@ class Bf16x3Config(LaunchConfig):
         window = window or softcap or alibi
         features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         constants, options = dict(HEAD_DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
-        self.split_launch = Launch(bf16x3.split_kernel, constants, options, args=SplitArgs)
+        self.split_launch = Launch(
+            bf16x3.attention_split_kernel, constants, options, args=SplitArgs
+        )
         self.split_dout_launches = [
             Launch(
-                bf16x3.split_dout_kernel, dict(**constants, HAS_DLSE=x), options, args=SplitDoutArgs
+                bf16x3.attention_split_dout_kernel,
+                dict(**constants, HAS_DLSE=x),
+                options,
+                args=SplitDoutArgs,
             )
             for x in (False, True)
         ]
         options = dict(num_warps=4, maxnreg=_initial_registers(1, 2))
         m, n, stages, *_ = self.tiles.forward
         self.forward_launch = Launch(
-            float32_sm90.forward_kernel,
+            float32_sm90.attention_forward_float32_sm90_kernel,
             dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m // 2, n, n),
@@ -915,7 +930,7 @@ class Bf16x3Config(LaunchConfig):
         )
         m, n, stages, *_ = self.tiles.dq
         self.dq_launch = Launch(
-            float32_sm90.dq_kernel,
+            float32_sm90.attention_dq_float32_sm90_kernel,
             dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m // 2, n, n, m // 2),
@@ -923,7 +938,7 @@ class Bf16x3Config(LaunchConfig):
         )
         m, n, stages, *_ = self.tiles.dkdv
         self.dkdv_launch = Launch(
-            float32_sm90.dkdv_kernel,
+            float32_sm90.attention_dkdv_float32_sm90_kernel,
             dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m, n // 2, n // 2, m),

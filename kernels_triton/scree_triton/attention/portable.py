@@ -234,7 +234,7 @@ def _forward_step(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def forward_kernel(
+def attention_forward_kernel(
     Q,
     K,
     V,
@@ -523,7 +523,7 @@ def _dq_step(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def dq_kernel(
+def attention_dq_kernel(
     Q,
     K,
     V,
@@ -569,7 +569,7 @@ def dq_kernel(
     PRECISION: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """Compute DQ, and STATS (2, heads, total_q) for `dkdv_kernel`.
+    """Compute DQ, and STATS (2, heads, total_q) for `attention_dkdv_kernel`.
 
     STATS holds the log-sum-exp in base 2 and delta = sum(out * dout) - dlse, through which the
     gradient of the log-sum-exp enters.
@@ -819,7 +819,7 @@ def _dkdv_step(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def dkdv_kernel(
+def attention_dkdv_kernel(
     Q,
     K,
     V,

@@ -35,11 +35,11 @@ _INDEX_BITS = tl.constexpr(22)
 _MAX_WORK = tl.constexpr((1 << 17) - 1)
 _ROW_MASK = tl.constexpr((1 << 24) - 1)
 _INDEX_MASK = tl.constexpr((1 << 22) - 1)
-#: Slots per CTA of `_sort_key_kernel` and `_entry_kernel`.
+#: Slots per CTA of `_attention_sort_key_kernel` and `_attention_entry_kernel`.
 _CHUNK = 256
 #: Schedules of at most this many slots are sorted by counting, in one launch.
 MAX_COUNTED_SLOTS = 2048
-#: Slots per CTA of `_schedule_kernel`.
+#: Slots per CTA of `_attention_schedule_kernel`.
 _COUNTED_CHUNK = 64
 
 
@@ -118,7 +118,7 @@ def _store_entries(
 @triton.jit(
     do_not_specialize=("n", "total", "slots", "search_steps", "window_left", "window_right")
 )
-def _schedule_kernel(
+def _attention_schedule_kernel(
     OFFSETS,
     ATTENDED_OFFSETS,
     TILES,
@@ -174,7 +174,7 @@ def _schedule_kernel(
 @triton.jit(
     do_not_specialize=("n", "total", "slots", "search_steps", "window_left", "window_right")
 )
-def _sort_key_kernel(
+def _attention_sort_key_kernel(
     OFFSETS,
     ATTENDED_OFFSETS,
     KEYS,
@@ -205,7 +205,7 @@ def _sort_key_kernel(
 
 
 @triton.jit(do_not_specialize=("n", "total", "slots"))
-def _entry_kernel(
+def _attention_entry_kernel(
     KEYS,
     OFFSETS,
     ATTENDED_OFFSETS,
@@ -285,7 +285,7 @@ def _schedule_tiles(
     tiles = torch.empty((slots + 1, FIELDS), dtype=torch.int32, device=offsets.device)
     search_steps = (n + 1).bit_length()
     if slots <= MAX_COUNTED_SLOTS:
-        _schedule_kernel[(triton.cdiv(slots, _COUNTED_CHUNK),)](
+        _attention_schedule_kernel[(triton.cdiv(slots, _COUNTED_CHUNK),)](
             offsets,
             attended_offsets,
             tiles,
@@ -302,7 +302,7 @@ def _schedule_tiles(
         return tiles
     keys = torch.empty(slots, dtype=torch.int64, device=offsets.device)
     grid = (triton.cdiv(slots, _CHUNK),)
-    _sort_key_kernel[grid](
+    _attention_sort_key_kernel[grid](
         offsets,
         attended_offsets,
         keys,
@@ -316,7 +316,7 @@ def _schedule_tiles(
         CHUNK=_CHUNK,
     )
     keys = torch.sort(keys, descending=True).values
-    _entry_kernel[grid](
+    _attention_entry_kernel[grid](
         keys,
         offsets,
         attended_offsets,

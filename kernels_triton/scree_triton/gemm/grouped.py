@@ -45,7 +45,7 @@ _FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit(do_not_specialize=("n", "total"))
-def tiled_kernel(
+def grouped_tiled_kernel(
     X,
     W,
     OUT,
@@ -108,7 +108,7 @@ def tiled_kernel(
 
 
 @triton.jit(do_not_specialize=("unused",))
-def tiled_weight_kernel(
+def grouped_tiled_weight_kernel(
     X,
     DY,
     DW,
@@ -135,12 +135,12 @@ def tiled_weight_kernel(
         acc = tl.dot(tl.trans(x), dy, acc)
     k = depth + tl.arange(0, BLOCK_K)
     m = column + tl.arange(0, BLOCK_M)
-    out = DW + row.to(tl.int64) * (K * M) + k[:, None] * M + m[None, :]
+    out = DW + (row.to(tl.int64) * K + k[:, None]) * M + m[None, :]
     tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
 
 
 @triton.jit(do_not_specialize=("n", "total", "bisections"))
-def product_kernel(
+def grouped_product_kernel(
     X,
     W,
     OUT,
@@ -189,7 +189,8 @@ def product_kernel(
     acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     if row < n:
         x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
-        w = W + row.to(tl.int64) * w_group + k[:, None] * w_k + m[None, :] * w_m
+        w_row = W + row.to(tl.int64) * w_group
+        w = w_row + k.to(tl.int64)[:, None] * w_k + m.to(tl.int64)[None, :] * w_m
         for depth in range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
                 a = tl.load(x, mask=valid, other=0.0)
@@ -207,7 +208,7 @@ def product_kernel(
 
 
 @triton.jit(do_not_specialize=("unused",))
-def weight_kernel(
+def grouped_weight_kernel(
     X,
     DY,
     DW,
@@ -241,13 +242,13 @@ def weight_kernel(
         acc = tl.dot(tl.trans(a), b, acc, input_precision="tf32x3")
         x += BLOCK_T * x_stride
         dy += BLOCK_T * dy_stride
-    out = DW + row.to(tl.int64) * (K * M) + k[:, None] * M + m[None, :]
+    out = DW + (row.to(tl.int64) * K + k[:, None]) * M + m[None, :]
     tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
 
 
 @launch_args
 class TiledArgs:
-    """Arguments of `tiled_kernel`."""
+    """Arguments of `grouped_tiled_kernel`."""
 
     X: Descriptor
     W: Descriptor
@@ -259,7 +260,7 @@ class TiledArgs:
 
 @launch_args
 class TiledWeightArgs:
-    """Arguments of `tiled_weight_kernel`."""
+    """Arguments of `grouped_tiled_weight_kernel`."""
 
     X: Descriptor
     DY: Descriptor
@@ -270,7 +271,7 @@ class TiledWeightArgs:
 
 @launch_args
 class ProductArgs:
-    """Arguments of `product_kernel`."""
+    """Arguments of `grouped_product_kernel`."""
 
     X: Pointer
     W: Pointer
@@ -287,7 +288,7 @@ class ProductArgs:
 
 @launch_args
 class WeightArgs:
-    """Arguments of `weight_kernel`."""
+    """Arguments of `grouped_weight_kernel`."""
 
     X: Pointer
     DY: Pointer
@@ -317,14 +318,14 @@ def _launches(
     """Return the pointer kernels of the product and of the gradient of the matrices."""
     tokens, columns, depth, warps, stages = PRODUCT[dtype.itemsize]
     product = Launch(
-        product_kernel,
+        grouped_product_kernel,
         dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
         dict(num_warps=warps, num_stages=stages),
         args=ProductArgs,
     )
     depth, columns, tokens, warps, stages = WEIGHT[dtype.itemsize]
     return product, Launch(
-        weight_kernel,
+        grouped_weight_kernel,
         dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
         dict(num_warps=warps, num_stages=stages),
         args=WeightArgs,
@@ -344,7 +345,7 @@ def _tiled_launch(
     """Return the tiled kernel of the product; `rows` is a power of 2 above the number of rows."""
     tokens, columns, depth, warps, stages = TILED_PRODUCT
     return Launch(
-        tiled_kernel,
+        grouped_tiled_kernel,
         dict(
             K=k,
             M=m,
@@ -373,7 +374,7 @@ def _tiled_weight_launch(
     """Return the tiled kernel of the gradient of the matrices."""
     depth, columns, tokens, warps, stages = tile
     return Launch(
-        tiled_weight_kernel,
+        grouped_tiled_weight_kernel,
         dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
         dict(num_warps=warps, num_stages=stages),
         (tokens, tokens),
@@ -549,7 +550,9 @@ _weight_op = define_operator(
 
 def _differentiate(ctx, dy):
     x, weight, offsets = ctx.saved_tensors
-    return _op(dy, weight.mT, offsets), _weight_op(x, dy, offsets), None
+    needs_dx, needs_dweight, _ = ctx.needs_input_grad
+    dx = _op(dy, weight.mT, offsets) if needs_dx else None
+    return dx, _weight_op(x, dy, offsets) if needs_dweight else None, None
 
 
 _op = define_operator(
@@ -569,6 +572,20 @@ def rejects(call: Any) -> str | None:
     if call.x.ragged_dim:
         return "the Triton kernels take a grouped product with the ragged axis in front"
     return unsupported_dtype(call.x.values)
+
+
+def note(call: Any) -> str | None:
+    """Return why no kernel for Hopper runs on a Hopper GPU; None if one does."""
+    x, weight = call.x.values, call.weight
+    device = device_info(x.device)
+    if not device.is_hopper or device.note:
+        return device.note
+    if not (_is_tma_compatible(x) and any(map(_is_tma_compatible, (weight, weight.mT)))):
+        return (
+            "the faster kernels for Hopper take half precision whose addresses and strides are "
+            "multiples of 16 bytes"
+        )
+    return None
 
 
 def grouped_matmul(call: Any) -> Any:

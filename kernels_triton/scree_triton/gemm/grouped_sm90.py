@@ -462,7 +462,9 @@ def _allocate_barriers(stages: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=("n", "total", "k", "m"))
-def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TRANSPOSED: gl.constexpr):
+def grouped_product_sm90_kernel(
+    xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TRANSPOSED: gl.constexpr
+):
     """Compute OUT (total, m): X (total, k) times the matrix (k, m) of the row of each token.
 
     W is (n, k, m), or with TRANSPOSED (n, m, k).
@@ -547,7 +549,7 @@ def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TRANSPOSED: g
 
 
 @gluon.jit(do_not_specialize=("n", "k", "m"))
-def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
+def grouped_weight_sm90_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
     """Compute DW (n, k, m): per row, the transpose of X (tokens, k) times DY (tokens, m)."""
     a_s = gl.allocate_shared_memory(xd.dtype, [TOKEN_STAGES * 4, 1, 1, BLOCK_TOKENS, 64], xd.layout)
     b_s = gl.allocate_shared_memory(
@@ -592,7 +594,7 @@ def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
 
 @launch_args
 class ProductArgs:
-    """Arguments of `product_kernel`."""
+    """Arguments of `grouped_product_sm90_kernel`."""
 
     xd: Descriptor
     wd: Descriptor
@@ -607,7 +609,7 @@ class ProductArgs:
 
 @launch_args
 class WeightArgs:
-    """Arguments of `weight_kernel`."""
+    """Arguments of `grouped_weight_sm90_kernel`."""
 
     xd: Descriptor
     dyd: Descriptor
@@ -627,14 +629,20 @@ def _launch(
     options = dict(num_warps=4, maxnreg=168)
     if transposed is None:
         return Launch(
-            weight_kernel,
+            grouped_weight_sm90_kernel,
             {},
             options,
             (BLOCK_TOKENS.value, BLOCK_TOKENS.value, 64),
             args=WeightArgs,
         )
     tile_rows = 64, TILE_SHORT.value if transposed else BLOCK_K.value, 64
-    return Launch(product_kernel, dict(TRANSPOSED=transposed), options, tile_rows, args=ProductArgs)
+    return Launch(
+        grouped_product_sm90_kernel,
+        dict(TRANSPOSED=transposed),
+        options,
+        tile_rows,
+        args=ProductArgs,
+    )
 
 
 def product(

@@ -52,7 +52,7 @@ ACC_DTYPES = {
 
 
 @triton.jit(do_not_specialize=("count", "first", "size"))
-def atomic_kernel(
+def scatter_add_atomic_kernel(
     X, INDEX, OUT, count, first, size, C: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr
 ):
     """Add the tokens X (count, C) to OUT (size, C), the zeroed sums of the places from `first` on.
@@ -76,7 +76,7 @@ def atomic_kernel(
 
 @launch_args
 class AtomicArgs:
-    """Arguments of `atomic_kernel`."""
+    """Arguments of `scatter_add_atomic_kernel`."""
 
     X: Pointer
     INDEX: Pointer
@@ -94,7 +94,10 @@ def _launch(
     block = triton.next_power_of_2(width)
     tokens = min(max(_ELEMENTS // block, _TOKENS[0]), _TOKENS[1])
     return Launch(
-        atomic_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4), args=AtomicArgs
+        scatter_add_atomic_kernel,
+        dict(C=width, BC=block, TOKENS=tokens),
+        dict(num_warps=4),
+        args=AtomicArgs,
     ), tokens
 
 

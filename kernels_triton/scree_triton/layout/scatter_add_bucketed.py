@@ -51,9 +51,9 @@ _WIDE_TOKEN = 128
 _WIDE_BYTES = 2048
 # Maximum number of places per CTA.
 _MAX_PLACES = 128
-# Counts per CTA of `clear_kernel`.
+# Counts per CTA of `scatter_add_bucketed_clear_kernel`.
 _CLEAR_BLOCK = 1024
-# Tokens per CTA of `bucket_kernel`.
+# Tokens per CTA of `scatter_add_bucketed_bucket_kernel`.
 _BUCKET_BLOCK = 128
 # Indices searched at once.
 _SEARCH_BLOCK = 1024
@@ -64,7 +64,7 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=("size",))
-def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def scatter_add_bucketed_clear_kernel(COUNTS, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Set COUNTS (size,) to 0."""
     if PDL:
         gdc_launch_dependents()
@@ -73,7 +73,7 @@ def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("count", "size", "max_tokens"))
-def bucket_kernel(
+def scatter_add_bucketed_bucket_kernel(
     INDEX,
     COUNTS,
     BUCKETS,
@@ -167,7 +167,7 @@ def _sum_of_place(
 
 
 @triton.jit(do_not_specialize=("count", "size", "max_tokens", "helpers", "length"))
-def add_kernel(
+def scatter_add_bucketed_add_kernel(
     X,
     INDEX,
     COUNTS,
@@ -301,7 +301,7 @@ def add_kernel(
 
 @launch_args
 class ClearArgs:
-    """Arguments of `clear_kernel`."""
+    """Arguments of `scatter_add_bucketed_clear_kernel`."""
 
     COUNTS: Pointer
     size: Number
@@ -309,7 +309,7 @@ class ClearArgs:
 
 @launch_args
 class BucketArgs:
-    """Arguments of `bucket_kernel`."""
+    """Arguments of `scatter_add_bucketed_bucket_kernel`."""
 
     INDEX: Pointer
     COUNTS: Pointer
@@ -321,7 +321,7 @@ class BucketArgs:
 
 @launch_args
 class AddArgs:
-    """Arguments of `add_kernel`."""
+    """Arguments of `scatter_add_bucketed_add_kernel`."""
 
     X: Pointer
     INDEX: Pointer
@@ -357,16 +357,19 @@ def _launches(
     block, pdl = min(triton.next_power_of_2(width), tile), device_info(device).supports_pdl
     places = min(tile // block, _MAX_PLACES)
     clear = Launch(
-        clear_kernel, dict(BLOCK=_CLEAR_BLOCK, PDL=pdl), dict(num_warps=4), args=ClearArgs
+        scatter_add_bucketed_clear_kernel,
+        dict(BLOCK=_CLEAR_BLOCK, PDL=pdl),
+        dict(num_warps=4),
+        args=ClearArgs,
     )
     bucket = Launch(
-        bucket_kernel,
+        scatter_add_bucketed_bucket_kernel,
         dict(CAPACITY=capacity, BLOCK=_BUCKET_BLOCK, PDL=pdl),
         dict(num_warps=4, launch_pdl=pdl),
         args=BucketArgs,
     )
     add = Launch(
-        add_kernel,
+        scatter_add_bucketed_add_kernel,
         dict(
             CAPACITY=capacity,
             CHUNKS=_CHUNKS,

@@ -68,7 +68,7 @@ def _sum(
 
 
 @triton.jit(do_not_specialize=("count", "size", "bisections", "lookups"))
-def prepare_kernel(
+def scatter_add_sorted_prepare_kernel(
     X,
     KEYS,
     ORDER,
@@ -113,7 +113,7 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=("size",))
-def add_kernel(
+def scatter_add_sorted_add_kernel(
     X,
     ORDER,
     BOUNDS,
@@ -158,7 +158,7 @@ def add_kernel(
 
 @launch_args
 class PrepareArgs:
-    """Arguments of `prepare_kernel`."""
+    """Arguments of `scatter_add_sorted_prepare_kernel`."""
 
     X: Pointer
     KEYS: Pointer
@@ -173,7 +173,7 @@ class PrepareArgs:
 
 @launch_args
 class AddArgs:
-    """Arguments of `add_kernel`."""
+    """Arguments of `scatter_add_sorted_add_kernel`."""
 
     X: Pointer
     ORDER: Pointer
@@ -200,13 +200,18 @@ def _launches(
     same = dict(CHUNK=chunk, C=width, BC=block)
     unroll = max(_UNROLL, min(chunk, _ELEMENTS // block))
     prepare = Launch(
-        prepare_kernel,
+        scatter_add_sorted_prepare_kernel,
         dict(**same, UNROLL=unroll, PLACES=_LOOKUP_BLOCK, ACC=acc),
         dict(num_warps=4),
         args=PrepareArgs,
     )
     each = dict(UNROLL=_UNROLL if wide else 1, PLACES=places, ACC=acc)
-    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4), args=AddArgs)
+    add = Launch(
+        scatter_add_sorted_add_kernel,
+        {**same, **each},
+        dict(num_warps=2 if wide else 4),
+        args=AddArgs,
+    )
     return prepare, add, -(-width // block), places
 
 

@@ -28,7 +28,7 @@ from .offsets import offsets_from_lengths
 MAX_SLOTS_ONE_PASS = 1 << 17
 # Slots per program and warps, by whether one pass is used.
 _TILES = {True: (512, 16), False: (1024, 2)}
-# Blocks that a CTA of `count_kernel` counts.
+# Blocks that a CTA of `scatter_indices_count_kernel` counts.
 _BLOCKS_PER_PROGRAM = 4
 # Maximum number of adjacent slots per thread.
 _MAX_PER_THREAD = 8
@@ -47,7 +47,9 @@ def _load_marks(MASK, slot, slots, ends):
 
 
 @triton.jit(do_not_specialize=("slots",))
-def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr):
+def scatter_indices_count_kernel(
+    MASK, COUNTS, slots, BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr
+):
     """Write the number of marked slots of each block to COUNTS (blocks,)."""
     block = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     slot = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -58,7 +60,7 @@ def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: t
 
 
 @triton.jit(do_not_specialize=("slots", "length", "total", "filled"))
-def mark_kernel(
+def scatter_indices_mark_kernel(
     MASK,
     COUNTS,
     OFFSETS,
@@ -140,7 +142,7 @@ def mark_kernel(
 
 
 @triton.jit(do_not_specialize=("count", "size"))
-def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def scatter_indices_last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Compute LAST (size,), the last token with each index; the caller fills LAST with -1."""
     if PDL:
         gdc_wait()
@@ -157,7 +159,7 @@ def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 
 @launch_args
 class CountArgs:
-    """Arguments of `count_kernel`."""
+    """Arguments of `scatter_indices_count_kernel`."""
 
     MASK: Pointer
     COUNTS: Pointer
@@ -166,7 +168,7 @@ class CountArgs:
 
 @launch_args
 class MarkArgs:
-    """Arguments of `mark_kernel`."""
+    """Arguments of `scatter_indices_mark_kernel`."""
 
     MASK: Pointer
     COUNTS: Pointer
@@ -180,7 +182,7 @@ class MarkArgs:
 
 @launch_args
 class LastArgs:
-    """Arguments of `last_kernel`."""
+    """Arguments of `scatter_indices_last_kernel`."""
 
     INDEX: Pointer
     LAST: Pointer
@@ -234,7 +236,7 @@ class _MarkConfig:
         self.mark_args = bind_args(MarkArgs, slots=slots, length=length, total=total, filled=filled)
         self.counts = *contiguous((self.programs,)), torch.int32
         self.count = _launch(
-            count_kernel,
+            scatter_indices_count_kernel,
             CountArgs,
             device,
             (marks,),
@@ -243,7 +245,7 @@ class _MarkConfig:
             BLOCKS_PER_PROGRAM=_BLOCKS_PER_PROGRAM,
         )
         self.mark = _launch(
-            mark_kernel,
+            scatter_indices_mark_kernel,
             MarkArgs,
             device,
             (marks, dtype, self.found[2]),
@@ -295,7 +297,7 @@ def last_tokens(index: torch.Tensor, size: int) -> torch.Tensor:
     found = torch.full((size,), -1, dtype=_index_dtype(count), device=index.device)
     if count and size:
         launch = _launch(
-            last_kernel,
+            scatter_indices_last_kernel,
             LastArgs,
             index.device,
             (index.dtype, found.dtype),

@@ -1,11 +1,11 @@
 """Cross-entropy kernels: losses, their partial sums and gradients from one pass over the logits.
 
-Two kernels compute the same results. `tokens_kernel` holds all logits of a few tokens.
-`classes_kernel`, for more classes, processes one token after another. Its losses take one pass over
+Two kernels compute the same results. `cross_entropy_tokens_kernel` holds all logits of a few tokens.
+`cross_entropy_classes_kernel`, for more classes, processes one token after another. Its losses take one pass over
 the logits, in which each column of a block keeps its own maximum and sum (online softmax, Milakov and
 Gimelshein, 2018); the columns are reduced at the end. The gradient takes a second pass, which finds
 the logits in the cache if it comes directly after the first. Both kernels can write in place. An
-ignored token is not read, except by `tokens_kernel` for a gradient alone.
+ignored token is not read, except by `cross_entropy_tokens_kernel` for a gradient alone.
 """
 
 from functools import cache
@@ -147,7 +147,7 @@ def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED:
 
 
 @triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
-def tokens_kernel(
+def cross_entropy_tokens_kernel(
     X,
     TARGETS,
     OFFSETS,
@@ -179,7 +179,7 @@ def tokens_kernel(
     SHARED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Compute the same as `classes_kernel`, with all logits of TOKENS tokens at once."""
+    """Compute the same as `cross_entropy_classes_kernel`, with all logits of TOKENS tokens at once."""
     # The cache keeps what the next kernel reads: logits whose gradient is computed later, and a
     # gradient that is computed alone.
     READ: tl.constexpr = "" if SAVE else "evict_first"
@@ -255,7 +255,7 @@ def tokens_kernel(
 
 
 @triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
-def classes_kernel(
+def cross_entropy_classes_kernel(
     X,
     TARGETS,
     OFFSETS,
@@ -488,7 +488,7 @@ if INTERPRETED:
 
 @launch_args
 class CrossEntropyArgs:
-    """Arguments of `tokens_kernel` and of `classes_kernel`."""
+    """Arguments of `cross_entropy_tokens_kernel` and of `cross_entropy_classes_kernel`."""
 
     X: Pointer
     TARGETS: Pointer
@@ -557,7 +557,7 @@ def _launch(
         )
         tokens, warps = logits_per_cta // padded_classes, max(1, logits_per_cta // logits_per_warp)
         launch = Launch(
-            tokens_kernel,
+            cross_entropy_tokens_kernel,
             dict(V=classes, BLOCK=padded_classes, TOKENS=tokens, GRAIN=1 if shifted else grain)
             | flags,
             dict(num_warps=warps),
@@ -572,7 +572,7 @@ def _launch(
     lanes, deep, warps, programs_per_sm = tiles[max(least for least in tiles if least <= classes)]
     deep = max(1, min(deep, padded_classes // lanes))
     launch = Launch(
-        classes_kernel,
+        cross_entropy_classes_kernel,
         dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
         dict(num_warps=warps),
         args=CrossEntropyArgs,

@@ -47,7 +47,9 @@ SECOND_PASS_TILE = (4352, 4096)
 
 
 @triton.jit
-def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr):
+def linear_cross_entropy_scale_kernel(
+    X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compute OUT = X * FACTOR in float32; PyTorch would round the factor to the dtype of X.
 
     In place, a factor of 1 changes nothing.
@@ -66,7 +68,7 @@ def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr)
 
 @launch_args
 class ScaleArgs:
-    """Arguments of `scale_kernel`."""
+    """Arguments of `linear_cross_entropy_scale_kernel`."""
 
     X: Pointer
     FACTOR: Pointer
@@ -82,12 +84,15 @@ def _scale_launch(
     device: torch.device, dtype: torch.dtype, out: torch.dtype, factor: torch.dtype
 ) -> Launch:
     return Launch(
-        scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8), args=ScaleArgs
+        linear_cross_entropy_scale_kernel,
+        dict(SAME=dtype == out, BLOCK=_BLOCK),
+        dict(num_warps=8),
+        args=ScaleArgs,
     )
 
 
 @triton.jit(do_not_specialize=("n", "first", "ignored"))
-def mask_ignored_kernel(
+def linear_cross_entropy_mask_ignored_kernel(
     X,
     TARGETS,
     OFFSETS,
@@ -117,7 +122,7 @@ def mask_ignored_kernel(
 
 @launch_args
 class MaskIgnoredArgs:
-    """Arguments of `mask_ignored_kernel`."""
+    """Arguments of `linear_cross_entropy_mask_ignored_kernel`."""
 
     X: Pointer
     TARGETS: Pointer
@@ -136,7 +141,7 @@ def _mask_ignored_launch(
 ) -> Launch:
     block = min(triton.next_power_of_2(width), 2048)
     return Launch(
-        mask_ignored_kernel,
+        linear_cross_entropy_mask_ignored_kernel,
         dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None),
         dict(num_warps=max(1, block // 512)),
         args=MaskIgnoredArgs,
@@ -392,9 +397,9 @@ def _fused_operator(
     offsets: torch.Tensor | None,
     ignored: int,
     reduction: str,
-    early: bool,
+    early: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    needed = NeededGradients(early, early, early and bias is not None)
+    needed = NeededGradients(*early)
     losses, gradients = fused(
         x, weight, bias, Targets(classes, offsets, ignored), reduction, needed
     )
@@ -411,7 +416,8 @@ def _fused_fake(x, weight, bias, classes, offsets, ignored, reduction, early):
     )
     loss = x.new_empty(shape, dtype=torch.float32)
     return loss, *(
-        x.new_empty((0,) if p is None or not early else p.shape) for p in (x, weight, bias)
+        x.new_empty(p.shape if is_needed else (0,))
+        for p, is_needed in zip((x, weight, bias), early, strict=True)
     )
 
 
@@ -424,11 +430,9 @@ def _fused_backward_operator(
     offsets: torch.Tensor | None,
     ignored: int,
     reduction: str,
+    is_needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    targets, needed = (
-        Targets(classes, offsets, ignored),
-        NeededGradients(True, True, bias is not None),
-    )
+    targets, needed = Targets(classes, offsets, ignored), NeededGradients(*is_needed)
     return _or_empty(
         fused(
             x, weight, bias, targets, reduction, needed, loss_gradients(dloss, targets, reduction)
@@ -437,8 +441,11 @@ def _fused_backward_operator(
     )
 
 
-def _fused_backward_fake(dloss, x, weight, bias, classes, offsets, ignored, reduction):
-    return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
+def _fused_backward_fake(dloss, x, weight, bias, classes, offsets, ignored, reduction, is_needed):
+    return tuple(
+        x.new_empty(p.shape if needed else (0,))
+        for p, needed in zip((x, weight, bias), is_needed, strict=True)
+    )
 
 
 def _product_flops(x, weight):
@@ -450,24 +457,24 @@ _fused_backward_op = define_operator(
     _fused_backward_operator,
     _fused_backward_fake,
     # The logits are computed again.
-    flops=lambda dloss, x, weight, *_: 3 * _product_flops(x, weight),
+    flops=lambda dloss, x, weight, *args: (1 + sum(args[-1][:2])) * _product_flops(x, weight),
 )
 
 
 def _save_fused(ctx, inputs, output):
-    x, weight, bias, classes, offsets, ctx.ignored, ctx.reduction, ctx.early = inputs
-    ctx.biased = bias is not None
+    x, weight, bias, classes, offsets, ctx.ignored, ctx.reduction, early = inputs
+    ctx.early = any(early)
     ctx.save_for_backward(*(output[1:] if ctx.early else (x, weight, bias, classes, offsets)))
 
 
 def _differentiate_fused(ctx, dloss, *_):
+    is_needed = list(ctx.needs_input_grad[:3])
     if ctx.early:
-        dx, dweight, dbias = ((g.float() * dloss).to(g.dtype) for g in ctx.saved_tensors)
+        gradients = ((g.float() * dloss).to(g.dtype) for g in ctx.saved_tensors)
     else:
-        dx, dweight, dbias = _fused_backward_op(
-            dloss, *ctx.saved_tensors, ctx.ignored, ctx.reduction
-        )
-    return dx, dweight, dbias if ctx.biased else None, None, None, None, None, None
+        constants = ctx.ignored, ctx.reduction, is_needed
+        gradients = _fused_backward_op(dloss, *ctx.saved_tensors, *constants)
+    return *(g if needed else None for g, needed in zip(gradients, is_needed)), *(None,) * 5
 
 
 _fused_op = define_operator(
@@ -476,7 +483,7 @@ _fused_op = define_operator(
     _fused_fake,
     save=_save_fused,
     backward=_differentiate_fused,
-    flops=lambda x, weight, *args: (3 if args[-1] else 1) * _product_flops(x, weight),
+    flops=lambda x, weight, *args: (1 + sum(args[-1][:2])) * _product_flops(x, weight),
 )
 
 
@@ -492,7 +499,8 @@ def linear_cross_entropy(call: Any) -> Any:
         p is not None and p.requires_grad for p in (x, weight, bias)
     )
     if uses_operators(x, weight, bias):
-        early = needs_grad and _computes_gradients_early(x, call.reduction)
+        is_early = needs_grad and _computes_gradients_early(x, call.reduction)
+        early = [is_early and p is not None and p.requires_grad for p in (x, weight, bias)]
         out = _fused_op(x, weight, bias, *targets, call.reduction, early)[0]
     elif needs_grad:
         out = _differentiable_fused(x, weight, bias, targets, call.reduction)

@@ -51,7 +51,7 @@ def _loss_weight(count, MEAN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("parts",))
-def sum_kernel(
+def loss_sum_kernel(
     PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
     """Compute TOTAL, the sum or mean of all losses, from PARTS (2, parts); one CTA.
@@ -77,7 +77,7 @@ def sum_kernel(
 
 
 @triton.jit(do_not_specialize=("n", "size", "ignored"))
-def share_kernel(
+def loss_share_kernel(
     TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Compute SHARE, the weight of one loss in the mean, before the losses; one CTA."""
@@ -94,7 +94,7 @@ def share_kernel(
 
 
 @triton.jit(do_not_specialize=("ignored", "stride"))
-def rows_kernel(
+def loss_rows_kernel(
     LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
 ):
     """Compute MEANS (n,) of the LOSSES (total,) per row, without ignored tokens.
@@ -126,7 +126,7 @@ def rows_kernel(
 
 @launch_args
 class SumArgs:
-    """Arguments of `sum_kernel`."""
+    """Arguments of `loss_sum_kernel`."""
 
     PARTS: Pointer
     TOTAL: Pointer
@@ -136,7 +136,7 @@ class SumArgs:
 
 @launch_args
 class ShareArgs:
-    """Arguments of `share_kernel`."""
+    """Arguments of `loss_share_kernel`."""
 
     TARGETS: Pointer
     OFFSETS: Pointer
@@ -148,7 +148,7 @@ class ShareArgs:
 
 @launch_args
 class RowMeansArgs:
-    """Arguments of `rows_kernel`."""
+    """Arguments of `loss_rows_kernel`."""
 
     LOSSES: Pointer
     TARGETS: Pointer
@@ -162,7 +162,7 @@ class RowMeansArgs:
 def _sum_launch(device: torch.device, mean: bool) -> Launch:
     chained = device_info(device).supports_pdl
     return Launch(
-        sum_kernel,
+        loss_sum_kernel,
         dict(MEAN=mean, BLOCK=4096, CHAINED=chained),
         dict(num_warps=32, launch_pdl=chained),
         args=SumArgs,
@@ -174,7 +174,10 @@ def _share_launch(
     device: torch.device, classes: torch.dtype, offsets: torch.dtype | None
 ) -> Launch:
     return Launch(
-        share_kernel, dict(ROWS=offsets is not None, BLOCK=4096), dict(num_warps=16), args=ShareArgs
+        loss_share_kernel,
+        dict(ROWS=offsets is not None, BLOCK=4096),
+        dict(num_warps=16),
+        args=ShareArgs,
     )
 
 
@@ -200,7 +203,7 @@ def _rows_launch(
     dtype_of_gradient: torch.dtype | None,
 ) -> Launch:
     return Launch(
-        rows_kernel,
+        loss_rows_kernel,
         dict(BLOCK=1024, BACKWARD=dtype_of_gradient is not None),
         dict(num_warps=4),
         args=RowMeansArgs,

@@ -33,7 +33,7 @@ from ..runtime.launch import (
 )
 
 _MAX_WIDTH = 16384
-#: Columns per CTA of `add_kernel`.
+#: Columns per CTA of `norm_add_kernel`.
 _COLUMNS = 16
 
 
@@ -86,7 +86,7 @@ def _token_sums(x, y):
 
 
 @triton.jit(do_not_specialize=("count", "eps"))
-def forward_kernel(
+def norm_forward_kernel(
     X,
     RESIDUAL,
     W,
@@ -144,7 +144,7 @@ def _load_inputs(
 
 
 @triton.jit(do_not_specialize=("count", "eps"))
-def backward_kernel(
+def norm_backward_kernel(
     X,
     W,
     DY,
@@ -229,7 +229,7 @@ def backward_kernel(
 
 
 @triton.jit(do_not_specialize=("parts",))
-def add_kernel(
+def norm_add_kernel(
     PARTS,
     DW,
     DB,
@@ -266,7 +266,7 @@ def add_kernel(
 
 @launch_args
 class ForwardArgs:
-    """Arguments of `forward_kernel`."""
+    """Arguments of `norm_forward_kernel`."""
 
     X: Pointer
     RESIDUAL: Pointer
@@ -283,7 +283,7 @@ class ForwardArgs:
 
 @launch_args
 class BackwardArgs:
-    """Arguments of `backward_kernel`."""
+    """Arguments of `norm_backward_kernel`."""
 
     X: Pointer
     W: Pointer
@@ -301,7 +301,7 @@ class BackwardArgs:
 
 @launch_args
 class AddArgs:
-    """Arguments of `add_kernel`."""
+    """Arguments of `norm_add_kernel`."""
 
     PARTS: Pointer
     DW: Pointer
@@ -338,7 +338,7 @@ def _forward_launch(
     rows, warps = _forward_shape(width, block, dtypes[0].itemsize, centre)
     _, add, weight, bias = (dtype is not None for dtype in dtypes)
     return Launch(
-        forward_kernel,
+        norm_forward_kernel,
         dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight, BIAS=bias),
         dict(num_warps=warps),
         args=ForwardArgs,
@@ -369,7 +369,7 @@ def _backward_launches(
         RELOAD_WEIGHT=prefetched or block > 8192,
     )
     first = Launch(
-        backward_kernel,
+        norm_backward_kernel,
         dict(
             D=width,
             BLOCK=block,
@@ -389,7 +389,7 @@ def _backward_launches(
         device_info(device).supports_pdl,
     )
     second = Launch(
-        add_kernel,
+        norm_add_kernel,
         dict(
             D=width,
             DO_DW=needs_dweight,
@@ -615,16 +615,19 @@ def _backward_operator(
     dsum: torch.Tensor | None,
     eps: float,
     centre: bool,
+    needs_dweight: bool,
+    needs_dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     none = x.new_empty((0,))
     config = _launch_config(x, dsum, weight, bias, eps, centre)
-    dx, dw, db = config.backward(x, weight, dy, dsum, weight is not None, bias is not None)
+    dx, dw, db = config.backward(x, weight, dy, dsum, needs_dweight, needs_dbias)
     return dx, none if dw is None else dw, none.clone() if db is None else db
 
 
-def _backward_fake(x, weight, bias, dy, dsum, eps, centre):
+def _backward_fake(x, weight, bias, dy, dsum, eps, centre, needs_dweight, needs_dbias):
     return x.new_empty(x.shape), *(
-        x.new_empty((0,)) if p is None else p.new_empty(p.shape) for p in (weight, bias)
+        p.new_empty(p.shape) if is_needed else x.new_empty((0,))
+        for p, is_needed in ((weight, needs_dweight), (bias, needs_dbias))
     )
 
 
@@ -639,17 +642,12 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grads):
     total, weight, bias = ctx.saved_tensors
-    dx, dw, db = _backward_op(
-        total, weight, bias, grads[0], grads[1] if ctx.add else None, ctx.eps, ctx.centre
-    )
-    return (
-        dx,
-        dx if ctx.add else None,
-        None if weight is None else dw,
-        None if bias is None else db,
-        None,
-        None,
-    )
+    _, _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
+    dsum = grads[1] if ctx.add else None
+    constants = ctx.eps, ctx.centre, needs_dweight, needs_dbias
+    dx, dw, db = _backward_op(total, weight, bias, grads[0], dsum, *constants)
+    dresidual = dx if ctx.add else None
+    return dx, dresidual, dw if needs_dweight else None, db if needs_dbias else None, None, None
 
 
 _op = define_operator("norm", _run_operator, _fake, save=_save, backward=_differentiate)

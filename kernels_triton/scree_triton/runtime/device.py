@@ -60,6 +60,17 @@ class Device:
         return self.vendor == "nvidia" and self.capability == (9, 0)
 
     @property
+    def note(self) -> str | None:
+        """Why the Gluon kernels do not run on a Hopper GPU, or None."""
+        if not self.is_hopper or self.triton_version in GLUON_VERSIONS:
+            return None
+        version, tested = (
+            ".".join(map(str, self.triton_version)),
+            " and ".join(".".join(map(str, v)) for v in GLUON_VERSIONS),
+        )
+        return f"the faster kernels for Hopper were tested with Triton {tested}, not {version}"
+
+    @property
     def rejection(self) -> str | None:
         """Why no kernel runs on the device, or None."""
         if self.vendor == "amd":

@@ -31,8 +31,19 @@ from typing import Annotated, Any, NamedTuple, dataclass_transform
 
 import torch
 from triton import knobs
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
-from .device import INTERPRETED, TRITON_VERSION, current_device, current_stream, device_count
+from scree.dispatch.operation import KernelUnavailableError
+
+from .device import (
+    INTERPRETED,
+    TRITON_VERSION,
+    current_device,
+    current_stream,
+    device_count,
+    device_info,
+)
 
 _LIMIT = 1 << 31  # numbers from here on need 64 bits, hence another variant
 _MAX_ENCODED = 4096  # entries of a cache of descriptors
@@ -359,9 +370,15 @@ class Launch:
                 pass
         strides = specialized[len(pointers) :]
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
-        compiled = self.kernel[(programs,)](
-            *typed, *pointers, *strides, *numbers, **self.constants, **self.options
-        )
+        try:
+            compiled = self.kernel[(programs,)](
+                *typed, *pointers, *strides, *numbers, **self.constants, **self.options
+            )
+        except (CompilationError, OutOfResources, PTXASError) as error:
+            raise KernelUnavailableError(
+                f"{self.kernel.__name__} does not compile for "
+                f"{device_info(pointers[0].device)}: {type(error).__name__}: {error}"
+            ) from error
         if (
             max(0, *strides, *numbers) < _LIMIT
             and TRITON_VERSION in _SUPPORTED_VERSIONS

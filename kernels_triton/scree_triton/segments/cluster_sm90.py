@@ -145,7 +145,7 @@ def _combine_ctas(
 
 
 @gluon.jit(do_not_specialize=("n", "total", "max_uncut_length"))
-def cluster_kernel(
+def segment_cluster_kernel(
     X,
     Y,
     ROW_A,
@@ -240,7 +240,7 @@ def cluster_kernel(
 
 @launch_args
 class ClusterArgs:
-    """Arguments of `cluster_kernel`."""
+    """Arguments of `segment_cluster_kernel`."""
 
     X: Pointer
     Y: Pointer
@@ -257,12 +257,12 @@ class ClusterArgs:
 def launch(mean_length: int, constants: dict[str, Any]) -> Launch:
     """Return the launch for rows of this mean length.
 
-    `constants` are the constexpr arguments of `cluster_kernel` except the last three.
+    `constants` are the constexpr arguments of `segment_cluster_kernel` except the last three.
     """
     tile = min(triton.next_power_of_2(-(-mean_length // CTAS_PER_CLUSTER)), _MAX_TILE)
     warps = tile // (32 * _TOKENS_PER_THREAD)
     return Launch(
-        cluster_kernel,
+        segment_cluster_kernel,
         constants | dict(CTAS=CTAS_PER_CLUSTER, TILE=tile, WARPS=warps),
         dict(num_warps=warps, num_ctas=CTAS_PER_CLUSTER, maxnreg=_MAX_REGISTERS),
         args=ClusterArgs,

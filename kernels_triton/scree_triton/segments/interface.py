@@ -50,7 +50,7 @@ _PART_WARPS = 4
 _PART_STEP = 2048
 # Parts of the first pass that run ahead of the parts of the longest row.
 _LAG_MARGIN = 2
-# Partitions per CTA of `partition_starts_kernel`.
+# Partitions per CTA of `segment_partition_starts_kernel`.
 _STARTS_PER_CTA = 128
 # Maximum elements of a token, so that positions in a partition fit 32 bits.
 _MAX_TOKEN_ELEMENTS = 1 << 20
@@ -126,9 +126,9 @@ class Rows(NamedTuple):
 
 @cache
 def _partition_starts_launch(device: torch.device, dtype: torch.dtype) -> Launch:
-    """Return the launch of `partition_starts_kernel`, one per device and dtype of the offsets."""
+    """Return the launch of `segment_partition_starts_kernel`, one per device and dtype of the offsets."""
     return Launch(
-        merge_path.partition_starts_kernel,
+        merge_path.segment_partition_starts_kernel,
         dict(BLOCK=_STARTS_PER_CTA),
         dict(num_warps=4),
         args=merge_path.PartitionStartsArgs,
@@ -421,7 +421,7 @@ def _launch_config(
     else:
         rows_launch = _launch(
             key,
-            merge_path.partition_kernel,
+            merge_path.segment_partition_kernel,
             merge_path.PartitionArgs,
             _items(operation | tiles | common | dict(LAUNCH_DEPENDENTS=use_pdl)),
             _items(options),
@@ -439,7 +439,7 @@ def _launch_config(
         part_tiles = dict(STEP=_PART_STEP, THREADS_PER_LONG_ROW=min(128 * _PART_WARPS, _PART_STEP))
         part_launch = _launch(
             key,
-            merge_path.part_kernel,
+            merge_path.segment_part_kernel,
             merge_path.PartArgs,
             _items(operation | part_tiles | common | dict(WAIT_FOR_PREVIOUS=use_pdl)),
             _items(dict(num_warps=_PART_WARPS, launch_pdl=use_pdl)),

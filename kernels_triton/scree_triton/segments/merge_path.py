@@ -12,7 +12,7 @@ length of a row               how it is processed
 ============================  ======================================================================
 up to WIDTH                   with other rows in a tile of ROWS rows and WIDTH tokens per row
 up to `max_uncut_length`      by the whole CTA, ROWS * WIDTH tokens per step
-more than `max_uncut_length`  by `part_kernel`: cut into parts, one per CTA and pass
+more than `max_uncut_length`  by `segment_part_kernel`: cut into parts, one per CTA and pass
 ============================  ======================================================================
 
 The states of the parts of a row are combined in a fixed order, so equal inputs give equal bits.
@@ -690,7 +690,7 @@ def _clear_tail(OUT, OFFSETS, first_token, n, total, partition_size, STEP: tl.co
 
 
 @triton.jit(do_not_specialize=("n", "num_partitions", "partition_size", "bisections"))
-def partition_starts_kernel(
+def segment_partition_starts_kernel(
     OFFSETS, FIRST_ROWS, n, num_partitions, partition_size, bisections, BLOCK: tl.constexpr
 ):
     """Write FIRST_ROWS (num_partitions + 1,): entry p is the number of rows that begin before
@@ -711,7 +711,7 @@ def partition_starts_kernel(
 
 
 @triton.jit(do_not_specialize=("n", "total", "partition_size", "max_uncut_length", "max_length"))
-def partition_kernel(
+def segment_partition_kernel(
     X,
     Y,
     ROW_A,
@@ -1042,7 +1042,7 @@ def _map_piece(
 
 
 @triton.jit(do_not_specialize=("part_size", "max_uncut_length", "num_parts", "lag"))
-def part_kernel(
+def segment_part_kernel(
     X,
     Y,
     ROW_A,
@@ -1173,7 +1173,7 @@ def part_kernel(
 
 @launch_args
 class PartitionStartsArgs:
-    """Arguments of `partition_starts_kernel`."""
+    """Arguments of `segment_partition_starts_kernel`."""
 
     OFFSETS: Pointer
     FIRST_ROWS: Pointer
@@ -1185,7 +1185,7 @@ class PartitionStartsArgs:
 
 @launch_args
 class PartitionArgs:
-    """Arguments of `partition_kernel`."""
+    """Arguments of `segment_partition_kernel`."""
 
     X: Pointer
     Y: Pointer
@@ -1203,7 +1203,7 @@ class PartitionArgs:
 
 @launch_args
 class PartArgs:
-    """Arguments of `part_kernel`."""
+    """Arguments of `segment_part_kernel`."""
 
     X: Pointer
     Y: Pointer

@@ -77,7 +77,7 @@ _UNROLL = 8
 _UNROLL_OF_SEARCHES = 4
 _MAX_BLOCK_COLUMNS = 128
 
-# `wide_row_kernel` runs if the mean length of the rows is in [_MIN_MEAN_LENGTH, _MAX_MEAN_LENGTH].
+# `segment_wide_row_kernel` runs if the mean length of the rows is in [_MIN_MEAN_LENGTH, _MAX_MEAN_LENGTH].
 # From _LONG_MEAN_LENGTH on it uses the second pair of (warps, UNROLL).
 _MIN_MEAN_LENGTH = 128
 _LONG_MEAN_LENGTH = 512
@@ -89,10 +89,10 @@ _ROW_CONFIGS_OF_DOT = (4, 8), (16, 8)
 _ROW_CONFIGS_OF_PROD_AND_ZEROS = (4, 8), (16, 2)
 # Searches take 81 registers per thread: with 16 warps only one CTA would fit an SM.
 _ROW_CONFIGS_OF_SEARCHES = (4, 8), (8, 4)
-# Bytes of a token per CTA of `wide_row_kernel`.
+# Bytes of a token per CTA of `segment_wide_row_kernel`.
 _ROW_BLOCK_BYTES = 64
 
-# Target number of CTAs of `wide_partition_kernel` per SM.
+# Target number of CTAs of `segment_wide_partition_kernel` per SM.
 _CTAS_PER_SM = 4
 # Minimum steps of the thread groups in a partition.
 _MIN_PARTITION_STEPS = 32
@@ -144,7 +144,7 @@ def _rows_before(OFFSETS, start_position, end_position, n, search_stride):
 
 
 @triton.jit(do_not_specialize=("n", "total"))
-def wide_row_kernel(
+def segment_wide_row_kernel(
     X,
     Y,
     ROW_A,
@@ -286,7 +286,7 @@ def _combine_parts(
 
 
 @triton.jit(do_not_specialize=("n", "total", "partition_size", "num_partitions", "search_stride"))
-def wide_partition_kernel(
+def segment_wide_partition_kernel(
     X,
     Y,
     ROW_A,
@@ -583,7 +583,7 @@ def wide_partition_kernel(
 
 @launch_args
 class WideRowArgs:
-    """Arguments of `wide_row_kernel`."""
+    """Arguments of `segment_wide_row_kernel`."""
 
     X: Pointer
     Y: Pointer
@@ -597,7 +597,7 @@ class WideRowArgs:
 
 @launch_args
 class WidePartitionArgs:
-    """Arguments of `wide_partition_kernel`."""
+    """Arguments of `segment_wide_partition_kernel`."""
 
     X: Pointer
     Y: Pointer
@@ -667,7 +667,7 @@ class LaunchConfig(NamedTuple):
     num_ctas: int
     #: Build `WideRowArgs` or `WidePartitionArgs` from the tensors.
     args: Callable[..., Any]
-    #: One counter per partition and block of columns; 0 for `wide_row_kernel`.
+    #: One counter per partition and block of columns; 0 for `segment_wide_row_kernel`.
     num_counters: int
     #: Shape, strides and dtype of PARTS; None if no row is reduced in parts.
     parts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
@@ -727,7 +727,7 @@ def make_config(
             UNROLL=unroll,
         )
         launch = _launch(
-            device, dtypes, wide_row_kernel, WideRowArgs, num_warps, **constants, **tiles
+            device, dtypes, segment_wide_row_kernel, WideRowArgs, num_warps, **constants, **tiles
         )
         args = bind_args(WideRowArgs, n=n, total=total)
         return LaunchConfig(launch, n * num_blocks, args, 0)
@@ -763,7 +763,13 @@ def make_config(
         PARTS_PER_STEP=max(_PART_ELEMENTS_PER_STEP // block_columns, 2),
     )
     launch = _launch(
-        device, dtypes, wide_partition_kernel, WidePartitionArgs, _NUM_WARPS, **constants, **tiles
+        device,
+        dtypes,
+        segment_wide_partition_kernel,
+        WidePartitionArgs,
+        _NUM_WARPS,
+        **constants,
+        **tiles,
     )
     args = bind_args(
         WidePartitionArgs,

@@ -8,11 +8,13 @@ kernels registered when a library is loaded, each newest first, then the standar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from threading import get_ident
 from typing import Any
 
+from ..layout import Layout
 from . import call_cache
 
 STANDARD = "standard"  # the provider of every standard implementation
@@ -23,6 +25,13 @@ Prepare = Callable[[Any], Callable[..., Any] | None]
 
 def rejects_nothing(call: Any) -> None:
     """Return None: accept every call."""
+
+
+class KernelUnavailableError(RuntimeError):
+    """A kernel cannot run a call that it accepted, for instance because it does not compile.
+
+    Then the next kernel runs this call, and all calls with the same dtypes, widths and options.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,9 @@ class Kernel:
     with_library
         True if it was registered because its library was loaded; kernels of the user are asked
         before such kernels.
+    note
+        ``note(call)`` returns why a faster variant of the kernel does not run, or None, for
+        `scree.explain`.
     """
 
     provider: str
@@ -49,6 +61,7 @@ class Kernel:
     run: Callable[[Any], Any]
     prepare: Prepare | None = None
     with_library: bool = False
+    note: Rejects = rejects_nothing
 
 
 class Operation:
@@ -66,9 +79,11 @@ class Operation:
     internal
         True for an operation that only prepares a layout for another one; `scree.explain` does not
         show it.
+    unavailable
+        Provider and kind of call -> why the kernel could not run such a call.
     """
 
-    __slots__ = ("internal", "kernels", "name", "record")
+    __slots__ = ("internal", "kernels", "name", "record", "unavailable")
 
     def __init__(
         self, name: str, record: Callable[..., Any], standard: Callable[[Any], Any], internal: bool
@@ -76,6 +91,7 @@ class Operation:
         self.name, self.record, self.internal = name, record, internal
         # The kernels of a library are inserted before the first entry with `with_library`.
         self.kernels = [Kernel(STANDARD, rejects_nothing, standard, with_library=True)]
+        self.unavailable: dict[Any, str] = {}
 
     def run(
         self, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None
@@ -102,7 +118,11 @@ class Operation:
         entries, values = call_cache.lookup(self.name, arrays, options, kernel)
         for entry in entries or ():
             if entry.kernels is kernels and entry.guard(*values):
-                return entry.run(**arrays)
+                try:
+                    return entry.run(**arrays)
+                except KernelUnavailableError:
+                    entries.remove(entry)
+                    break
         call = self.record(**arrays, **options)
         chosen, rejected = self.select(call, kernel)
         prepared = guard = None
@@ -110,16 +130,29 @@ class Operation:
             guard = call_cache.make_guard(values)
             prepared = None if guard is None else chosen.prepare(call)
         if entries is None or guard is None or prepared is None:
-            return chosen.run(call)
+            return self._run_on(chosen, call, kernel)
+        try:
+            result = prepared(**arrays)
+        except KernelUnavailableError:
+            return self._run_on(chosen, call, kernel)
         call_cache.store(entries, kernels, guard, prepared)
-        return prepared(**arrays)
+        return result
 
     def run_call(self, call: Any, kernel: str | None = None) -> Any:
         """Run a validated call on the named kernel, or on the first that accepts it; never cached."""
         chosen, rejected = self.select(call, kernel)
         if OBSERVERS and not self.internal and (observer := OBSERVERS.get(get_ident())):
-            observer(self.name, chosen.provider, rejected)
-        return chosen.run(call)
+            observer(chosen.provider, rejected, chosen.note(call))
+        return self._run_on(chosen, call, kernel)
+
+    def _run_on(self, chosen: Kernel, call: Any, kernel: str | None) -> Any:
+        try:
+            return chosen.run(call)
+        except KernelUnavailableError as error:
+            self.unavailable[chosen.provider, _kind_of(call)] = str(error)
+            message = f"{self.name}: {chosen.provider!r} cannot run this kind of call: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            return self.run_call(call, kernel)
 
     def select(self, call: Any, kernel: str | None) -> tuple[Kernel, dict[str, str]]:
         """Return the kernel for a call, and the reasons of the kernels that rejected it."""
@@ -130,6 +163,8 @@ class Operation:
             if kernel is not None and candidate.provider != kernel:
                 continue
             reason = candidate.rejects(call)
+            if reason is None and self.unavailable:
+                reason = self.unavailable.get((candidate.provider, _kind_of(call)))
             if reason is None:
                 return candidate, rejected
             rejected[candidate.provider] = reason
@@ -141,11 +176,20 @@ class Operation:
         raise ValueError(f"kernel: expected one of {providers} for {self.name}, got {kernel!r}")
 
 
+def _kind_of(call: Any) -> tuple[Any, ...]:
+    """Return the dtypes and widths of the arrays of a call, and its options."""
+    return tuple(
+        (str(x.dtype), *map(str, x.shape[1:])) if hasattr(x, "dtype") else repr(x)
+        for x in (getattr(call, field.name) for field in fields(call))
+        if not isinstance(x, Layout)
+    )
+
+
 #: All operations by name.
 OPERATIONS: dict[str, Operation] = {}
 
 #: Thread id -> callback that receives the selected kernel; `scree.explain` enters its own.
-OBSERVERS: dict[int, Callable[[str, str, dict[str, str]], None]] = {}
+OBSERVERS: dict[int, Callable[[str, dict[str, str], str | None], None]] = {}
 
 
 def define_operation(

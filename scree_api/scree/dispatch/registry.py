@@ -29,6 +29,7 @@ def register_kernel(
     provider: str,
     rejects: Rejects = rejects_nothing,
     prepare: Prepare | None = None,
+    note: Rejects = rejects_nothing,
 ) -> Callable[[F], F]:
     """Register the decorated function as a kernel for an operation.
 
@@ -52,6 +53,9 @@ def register_kernel(
         options and on the dtypes, shapes, strides, devices and `requires_grad` of arrays.
         ``prepare(call)`` returns None where every call must be validated, for instance where the
         validation reads targets in host memory. Only PyTorch calls are cached.
+    note
+        ``note(call)`` returns one sentence for `scree.explain` if the kernel takes the call but does
+        not run its fastest variant, else None.
 
     Returns
     -------
@@ -78,7 +82,7 @@ def register_kernel(
     def register(run: F) -> F:
         unregister_kernel(operation, provider)
         target = OPERATIONS[operation]
-        new = Kernel(provider, rejects, run, prepare, with_library=_loading_library)
+        new = Kernel(provider, rejects, run, prepare, _loading_library, note)
         others = target.kernels
         # A library may be loaded after the user has registered kernels.
         at = [k.with_library for k in others].index(True) if _loading_library else 0
@@ -112,6 +116,7 @@ def unregister_kernel(operation: str, provider: str) -> None:
             f"provider: {STANDARD!r} names the standard implementation, which stays; choose another name"
         )
     target.kernels = [k for k in target.kernels if k.provider != provider]
+    target.unavailable = {key: why for key, why in target.unavailable.items() if key[0] != provider}
 
 
 @contextmanager
@@ -152,7 +157,10 @@ def isolated(*, standard_only: bool = False) -> Iterator[None]:
     >>> "mine" in [kernel.provider for kernel in registry.kernels("softmax")]
     False
     """
-    saved = {operation: operation.kernels for operation in OPERATIONS.values()}
+    saved = {
+        operation: (operation.kernels, dict(operation.unavailable))
+        for operation in OPERATIONS.values()
+    }
     loaded = set(_loaded)
     if standard_only:
         for operation in saved:
@@ -160,8 +168,8 @@ def isolated(*, standard_only: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        for operation, kernels_before in saved.items():
-            operation.kernels = kernels_before
+        for operation, state in saved.items():
+            operation.kernels, operation.unavailable = state
         _loaded.clear()
         _loaded.update(loaded)
 
