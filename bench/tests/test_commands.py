@@ -598,3 +598,14 @@ def test_report_without_results(tmp_path):
 ])  # fmt: skip
 def test_bad_options_are_named(arguments):
     assert arguments[1] in invoke(*arguments, status=2)
+
+
+def test_model_measures_compile_time_by_depth(tmp_path, monkeypatch):
+    from scree_bench.commands import model
+
+    monkeypatch.setattr(model, "torch_compiled", lambda f: f)
+    options = "--depths", "1,2", "--steps", "2", "--quick", "--device", "cpu"
+    invoke("model", *options, "--out", str(tmp_path))
+    rows = json.loads((tmp_path / "model-cpu.json").read_text())["rows"]
+    timed = [row["case"]["layers"] for row in rows if "compile_s" in row["values"]]
+    assert timed == [1, 1, 2, 2]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import typer
 
-from scree_bench import gpt, lengths, measure, plots, results
+from scree_bench import gpt, lengths, llama, measure, plots, results
 from scree_bench.algorithms import ALGORITHMS, BLOCK, WINDOW, Shape
 from scree_bench.commands.attention import SHAPES, workloads
 from scree_bench.commands.model import classify, step_flops
@@ -636,3 +636,16 @@ def test_block_limits_are_the_sums_of_its_operations():
     assert all(backward == 2 * forward for forward, backward in products)
     assert parts["attention"].flops == (case.work.flops, 2.5 * case.work.flops)
     assert parts["gate"].traffic == (3 * 4 * t * s.hidden, 5 * 4 * t * s.hidden)
+
+
+def test_forms_of_the_llama_like_model_have_equal_losses_and_gradients():
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 512, n) for n in (5, 1, 30)]
+    size, results = llama.SIZES["cpu"], []
+    for name in ("scree", "padded"):
+        weights = llama.parameters(size, 2, "cpu", 0)
+        loss = llama.FORMS[name](size, 2, rows, "cpu")(weights)
+        loss.backward()
+        results.append([loss.detach(), *(weight.grad for weight in weights.values())])
+    for x, y in zip(*results, strict=True):
+        assert abs(x - y).max() < 1e-5

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from .. import gpt, plots, results
+from .. import gpt, llama, plots, results
 from .. import lengths as draws
 from ..libraries import allocations, resolve_device, torch_compiled
 from ..measure import Failure, require
@@ -127,6 +127,12 @@ def command(
         str, typer.Option(help="fp32, tf32 (only on CUDA), bf16 (autocast).")
     ] = "fp32,tf32,bf16",
     compiled: Annotated[bool, typer.Option("--compiled", help="Add compiled forms.")] = False,
+    depths: Annotated[
+        str,
+        typer.Option(
+            help="Layers of a compiled Llama-like model, measured instead of GPT-2: 2,12,32."
+        ),
+    ] = "",
     steps: Annotated[
         int, typer.Option(min=1, help="Measured steps, after five warm-up steps.")
     ] = 10,
@@ -141,10 +147,18 @@ def command(
     first losses must agree. Means are after 0, 1 and 5 warm-up steps; the spread is after 5. The
     peak of each phase is relative to the memory held before the step. The share of the limit is the
     rate of operations on real tokens relative to this machine's peak for matrix products.
+
+    With --depths: the compile time and the step of a Llama-like model by depth, on ragged arrays, on
+    packed tokens with PyTorch's varlen_attn, and padded.
     """
     with Session("model", locals(), resolve_device(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("model", "needs PyTorch, which is not installed")
+        if depths:
+            total = 256 if quick or session.device == "cpu" else 16_384
+            for depth in session.track(parse_numbers(depths, "--depths")):
+                _measure_depth(session, depth, total, steps, seed)
+            return None
         sizes = sizes or ("small" if session.device == "cuda" else "mini")
         contexts = contexts or ("128,256,512" if session.device == "cuda" else "64,128")
         chosen, medians = (
@@ -240,6 +254,49 @@ def _measure(
         # The other contenders still run.
         except Exception as error:
             row.add("profile", Failure.of(error))
+
+
+def _measure_depth(session: Session, depth: int, total: int, steps: int, seed: int) -> None:
+    """Measure the first step of compiled models, which compiles, and later steps."""
+    import torch
+
+    size, rng = llama.SIZES[session.device], np.random.default_rng(seed)
+    lengths = draws.lognormal_with_total(max(4, total // 400), total, rng)
+    rows = [rng.integers(0, size.vocabulary, int(n)) for n in lengths]
+    case = {"layers": depth, "tokens": total, "rows": len(rows), "longest": int(lengths.max())}
+    for name, form in llama.FORMS.items():
+        row = session.row(case, name)
+        if name == "varlen_attn" and session.device != "cuda":
+            session.leave_out(name, "exists on CUDA devices only")
+            continue
+        try:
+            torch._dynamo.reset()
+            weights = llama.parameters(size, depth, session.device, seed)
+            loss = torch_compiled(form(size, depth, rows, session.device))
+            seconds = []
+            for _ in range(1 + max(WARM_UPS) + steps):
+                _wait(session.device)
+                start = time.perf_counter()
+                value = loss(weights)
+                value.backward()
+                _wait(session.device)
+                seconds.append(time.perf_counter() - start)
+                for weight in weights.values():
+                    weight.grad = None
+            row.values["compile_s"] = seconds[0]
+            row.values["first_loss_value"] = float(value.detach())
+            row.add("step_s", seconds[1 + max(WARM_UPS) :])
+            row.values["real_tokens"] = total / row.values["step_s"]
+        # A failure, such as a lack of memory, is a result; the other contenders still run.
+        except Exception as error:
+            row.add("step_s", Failure.of(error))
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def step_flops(size: gpt.Size, rows: list[np.ndarray]) -> float:
@@ -349,7 +406,7 @@ def _label(row: Row) -> str:
 
 def pictures(result: Result) -> plots.Pictures:
     """Return pictures of the time by phase, and of the memory through a step."""
-    rows = [row for row in result.rows if "step_s" in row.values and row.status == OK]
+    rows = [row for row in result.rows if "forward_s" in row.values and row.status == OK]
     lines = result.extra.get("timelines", {})
 
     def phases(figure: Any) -> None:

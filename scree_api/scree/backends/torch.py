@@ -118,7 +118,7 @@ def _stream_key(offsets: torch.Tensor) -> Callable[[], Hashable] | None:
 @cache
 def _current_stream(index: int) -> Callable[[], Hashable]:
     """Return a function that identifies the current stream of a CUDA device, and the capture on it."""
-    raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
+    raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def identify() -> Hashable:
         stream = raw_stream(index)

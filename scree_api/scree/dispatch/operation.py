@@ -120,8 +120,8 @@ class Operation:
             if entry.kernels is kernels and entry.guard(*values):
                 try:
                     return entry.run(**arrays)
+                # Validation below selects a kernel again, and says why.
                 except KernelUnavailableError:
-                    entries.remove(entry)
                     break
         call = self.record(**arrays, **options)
         chosen, rejected = self.select(call, kernel)
