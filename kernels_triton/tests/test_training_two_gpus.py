@@ -78,29 +78,29 @@ def batches(rank, world):
         yield tokens, offsets, labels, share
 
 
-def wrap(model, kind, world, compiled):
+def wrap(model, kind, dtype, world, compiled):
     if compiled:
         for block in model.blocks:
             block.compile()
     if kind == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     mesh = dist.device_mesh.init_device_mesh("cuda", (world,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
 
 
-def train(rank, world, folder, kind, compiled):
+def train(rank, world, folder, kind, dtype, compiled):
     torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / f"store-{kind}-{world}-{compiled}"), world)
+    store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
-    model = wrap(Model().cuda(), kind, world, compiled)
+    model = wrap(Model().cuda(), kind, dtype, world, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for tokens, offsets, labels, share in batches(rank, world):
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16, enabled=kind == "ddp"):
+        with torch.autocast("cuda", dtype, enabled=kind == "ddp" and dtype != torch.float32):
             loss = model(tokens, offsets, labels)
         (loss * (share * world)).backward()
         optimizer.step()
@@ -108,16 +108,25 @@ def train(rank, world, folder, kind, compiled):
         dist.all_reduce(total)
         losses.append(float(total))
     if rank == 0:
-        torch.save(losses, folder / f"{kind}-{world}-{compiled}.pt")
+        torch.save(losses, folder / f"{world}.pt")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_gpus_train_to_the_losses_of_one(kind, compiled, tmp_path: Path):
+@pytest.mark.parametrize(
+    "kind, dtype, compiled, bound",
+    [
+        ("ddp", torch.float32, False, 1e-3),
+        ("fsdp2", torch.float32, True, 1e-3),
+        # Rounding of one step changes the next: two runs of one program drift apart as far.
+        ("fsdp2", torch.bfloat16, False, 1e-2),
+        ("ddp", torch.bfloat16, True, 1e-2),
+    ],
+)
+def test_two_gpus_train_to_the_losses_of_one(kind, dtype, compiled, bound, tmp_path: Path):
     for world in (1, 2):
-        torch.multiprocessing.spawn(train, (world, tmp_path, kind, compiled), world)
-    one, two = (torch.tensor(torch.load(tmp_path / f"{kind}-{w}-{compiled}.pt")) for w in (1, 2))
-    print(f"{kind}, compiled={compiled}: {one[0]:.4f} -> {one[-1]:.4f}", abs(two / one - 1).max())
+        torch.multiprocessing.spawn(train, (world, tmp_path, kind, dtype, compiled), world)
+    one, two = (torch.tensor(torch.load(tmp_path / f"{world}.pt")) for world in (1, 2))
+    difference = float(abs(two / one - 1).max())
+    print(f"{kind}, {dtype}, compiled={compiled}: {one[0]:.4f} -> {one[-1]:.4f}, {difference:.1e}")
     assert one[-1] < 0.9 * one[0]
-    assert abs(two / one - 1).max() < 1e-3
+    assert difference < bound

@@ -27,6 +27,7 @@ from ..sm90.pipeline import (
     receive_tile,
     slot_bytes,
     slot_parts,
+    start_copy,
     start_mma,
     start_mma_transposed,
     store_slot,
@@ -828,9 +829,7 @@ def dkdv_producer(
                     # After the end of the row STATS, q and dout read as 0, so such queries add
                     # nothing.
                     mbarrier.wait(q_empty.index(stage), phase)
-                    async_copy.async_copy_global_to_shared(
-                        lse_smem.index(stage), stats + query, query < seqlen_q
-                    )
+                    start_copy(lse_smem.index(stage), stats + query, query < seqlen_q)
                     async_copy.mbarrier_arrive(q_full.index(stage))
                     mbarrier.expect(q_full.index(stage), slot_bytes(q_smem, PARTS))
                     load_slot(
@@ -845,7 +844,7 @@ def dkdv_producer(
                         PARTS,
                     )
                     mbarrier.wait(do_empty.index(stage), phase)
-                    async_copy.async_copy_global_to_shared(
+                    start_copy(
                         delta_smem.index(stage), stats + stats_stride + query, query < seqlen_q
                     )
                     async_copy.mbarrier_arrive(do_full.index(stage))

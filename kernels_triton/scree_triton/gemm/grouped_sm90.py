@@ -44,6 +44,8 @@ from ..sm90.pipeline import (
     entry_field,
     fetch_tile,
     tile_counter,
+    tma_load,
+    tma_store,
 )
 
 # The sides of a tile.
@@ -185,7 +187,7 @@ def _product_producer(
             mbarrier.wait(empty.index(stage), ((step_index // STAGES) & 1) ^ 1)
             _expect_bytes(full.index(stage), rows, halves, BLOCK_K, 2, 2)
             for u in gl.static_range(2):
-                tma.async_copy_global_to_shared(
+                tma_load(
                     xd,
                     [token_start + u * 64, j * BLOCK_K],
                     full.index(stage),
@@ -196,13 +198,9 @@ def _product_producer(
                 b = b_s.index(stage).slice(u * TILE_SHORT, TILE_SHORT, 1 if TRANSPOSED else 2)
                 part = column + u * TILE_SHORT
                 if TRANSPOSED:
-                    tma.async_copy_global_to_shared(
-                        wd, [row, part, j * BLOCK_K], full.index(stage), b, pred=u < halves
-                    )
+                    tma_load(wd, [row, part, j * BLOCK_K], full.index(stage), b, pred=u < halves)
                 else:
-                    tma.async_copy_global_to_shared(
-                        wd, [row, j * BLOCK_K, part], full.index(stage), b, pred=u < halves
-                    )
+                    tma_load(wd, [row, j * BLOCK_K, part], full.index(stage), b, pred=u < halves)
             step_index += 1
         tile_index = _fetch_next(COUNTER, tile_index, tiles + split_tiles)
         tile_count += 1
@@ -246,14 +244,14 @@ def _weight_producer(
             mbarrier.wait(empty.index(stage), ((step_index // TOKEN_STAGES) & 1) ^ 1)
             _expect_bytes(full.index(stage), rows, 1, BLOCK_TOKENS, 4, 1)
             for u in gl.static_range(4):
-                tma.async_copy_global_to_shared(
+                tma_load(
                     xd,
                     [RAGGED_EXTENT, end, token_start, depth + u * 64],
                     full.index(stage),
                     a_s.index(stage * 4 + u),
                     pred=u < rows,
                 )
-            tma.async_copy_global_to_shared(
+            tma_load(
                 dyd, [RAGGED_EXTENT, end, token_start, column], full.index(stage), b_s.index(stage)
             )
             step_index += 1
@@ -275,9 +273,9 @@ def _store(outd, o, value, outer, first, column, WEIGHT: gl.constexpr):
     _as_matrix(o).store(value.to(o.dtype))
     fence_async_shared()
     if WEIGHT:
-        tma.async_copy_shared_to_global(outd, [outer, first, column], o)
+        tma_store(outd, [outer, first, column], o)
     else:
-        tma.async_copy_shared_to_global(outd, [RAGGED_EXTENT, outer, first, column], o)
+        tma_store(outd, [RAGGED_EXTENT, outer, first, column], o)
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -29,6 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..runtime.device import current_stream, persistent_zeros
+
+# Triton 3.8 renamed these functions.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 #: The extent of a ragged descriptor's token dimension.
 RAGGED_EXTENT = gl.constexpr(1 << 30)
@@ -104,9 +110,7 @@ def load_slot(desc, offset, seqlen, row, head_coord, barrier, ring, slot, PARTS:
     """Start the TMA load of tokens into a slot of a ring, one tile per part of the operand."""
     for p in gl.static_range(PARTS):
         tile = ring.index(slot * PARTS + p)
-        tma.async_copy_global_to_shared(
-            desc, _ragged_coordinates(offset, seqlen, row, head_coord, p, tile), barrier, tile
-        )
+        tma_load(desc, _ragged_coordinates(offset, seqlen, row, head_coord, p, tile), barrier, tile)
 
 
 @gluon.jit
@@ -114,9 +118,7 @@ def store_slot(desc, offset, seqlen, row, head_coord, ring, slot, PARTS: gl.cons
     """Start the TMA store of a slot of a ring; tokens after the end of the row are not written."""
     for p in gl.static_range(PARTS):
         tile = ring.index(slot * PARTS + p)
-        tma.async_copy_shared_to_global(
-            desc, _ragged_coordinates(offset, seqlen, row, head_coord, p, tile), tile
-        )
+        tma_store(desc, _ragged_coordinates(offset, seqlen, row, head_coord, p, tile), tile)
 
 
 @gluon.constexpr_function
