@@ -88,6 +88,9 @@ class Backend:
     take_aligned
         ``take_aligned(x, axis, index)`` is `take_along_axis` for arrays whose other axes are equal.
         None unless the library's own function makes a compiler specialize on their sizes.
+    split
+        ``split(x, sizes, axis)`` returns the parts of an array along an axis as views. None where
+        operations are compiled for every shape, or run later.
     make_guard
         ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
         host-visible metadata (dtype, shape, strides, device), or None if such calls must not be
@@ -109,6 +112,7 @@ class Backend:
     untraced: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
     take_aligned: Callable[[Any, int, Any], Any] | None = None
+    split: Callable[[Any, list[int], int], Any] | None = None
     make_guard: Callable[[list[Any]], Callable[..., bool] | None] | None = None
 
     def __repr__(self) -> str:

@@ -1,5 +1,6 @@
 """Backends of libraries that follow the standard and have no module here: array-api-strict etc."""
 
+from itertools import accumulate
 from typing import Any
 
 import array_api_compat
@@ -20,8 +21,14 @@ def _read(x: Any) -> np.ndarray:
     return np.from_dlpack(x)
 
 
+def _split(x: Any, sizes: list[int], axis: int) -> list[Any]:
+    ends = list(accumulate(sizes))
+    leading = (slice(None),) * axis
+    return [x[(*leading, slice(end - size, end), ...)] for end, size in zip(ends, sizes)]
+
+
 def make(x: Any) -> Backend:
     """Return a backend for the library of the array `x`."""
     xp = array_api_compat.array_namespace(x)
     name = xp.__name__.rpartition(".")[2]
-    return Backend(name, xp, _peek, _read, to_device=array_api_compat.to_device)
+    return Backend(name, xp, _peek, _read, to_device=array_api_compat.to_device, split=_split)

@@ -28,6 +28,10 @@ def _to_device(x: np.ndarray, device: Any) -> np.ndarray:
     return x
 
 
+def _split(x: np.ndarray, sizes: list[int], axis: int) -> list[np.ndarray]:
+    return np.split(x, np.cumsum(sizes[:-1]), axis=axis)
+
+
 BACKEND = Backend(
     "numpy",
     xp,
@@ -37,4 +41,5 @@ BACKEND = Backend(
     device=lambda x: "cpu",
     uniform=_uniform,
     to_device=_to_device,
+    split=_split,
 )

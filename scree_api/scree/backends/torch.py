@@ -193,5 +193,7 @@ BACKEND = Backend(
     stream_key=_stream_key,
     untraced=_untraced,
     to_device=lambda x, device: x.to(device),
+    # One node of the graph, so the backward pass makes one array.
+    split=torch.split,
     make_guard=_make_guard,
 )

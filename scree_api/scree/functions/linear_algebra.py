@@ -19,7 +19,7 @@ from ..broadcasting import (
     normalize_axis,
 )
 from ..dispatch.operation import define_operation
-from ..ops.segment import gather_tiles, safe_root, segment_reduce
+from ..ops.segment import gather_tiles, safe_root, segment_reduce, tile_size
 from .binding import Standard, implements
 
 TILE = 64  # tokens of one row that are multiplied together
@@ -84,18 +84,21 @@ def _grouped_matmul(call: GroupedCall) -> Array:
     """
     x, layout, xp = call.x, call.x.layout, call.x.layout.xp
     _, k, m = (int(n) for n in call.weight.shape)
-    if 0 in (x.batch_size, x.total_length):
+    if 0 in (x.batch_size, x.total_length, k, m):
         zeros = xp.zeros((x.total_length, m), dtype=x.dtype, device=layout.device)
         return x.with_values(zeros)
-    tiles = layout.tiles(TILE)
-    blocks, step = gather_tiles(xp, x.values, tiles, 0), max(1, MAX_WEIGHTS // max(k * m, 1))
-    count, parts = int(blocks.shape[0]), []
+    size = max(tile_size(layout, TILE), 1)
+    tiles = layout.tiles(size)
+    step = max(1, MAX_WEIGHTS // max(k * m, size * k))
+    count, parts = int(tiles.tokens.shape[0]), []
     for i in range(0, count, step):
         part = slice(i, min(i + step, count))
+        part_tiles = tiles._replace(tokens=tiles.tokens[part, :], valid=tiles.valid[part, :])
         weight = xp.take(call.weight, tiles.rows[part], axis=0)
-        parts.append(xp.matmul(blocks[part, ...], weight))
-    out = xp.reshape(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), (-1, m))
-    return x.with_values(xp.take(out, layout.tile_slots(TILE), axis=0))
+        parts.append(xp.matmul(gather_tiles(xp, x.values, part_tiles, 0), weight))
+    out = parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
+    out = xp.reshape(out, (count * size, m))
+    return x.with_values(xp.take(out, layout.tile_slots(size), axis=0))
 
 
 def _promoted_dtype(std: Standard, a: Any, b: Any) -> Any:

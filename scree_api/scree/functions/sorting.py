@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .. import checks
 from ..array import Array
 from ..broadcasting import expand_to_tokens, moveaxis, normalize_axis
 from ..indexing.getitem import select
+from ..ops.row_chunks import map_rows
 from ..ops.segment import append_axes, identity
 from .binding import Standard, implements
 
@@ -36,17 +38,18 @@ def _sort_rows(
     axis: int,
     descending: bool,
     stable: bool,
-    sort_values: Callable[[Standard, Array, bool], Any],
+    sort_values: Callable[[Standard, bool, Array], Any],
 ) -> Array:
     axis = normalize_axis(std.name, axis, x.ndim)
     checks.check_real_dtype(std.name, std.xp, x.dtype)
     if axis != x.ragged_dim + 1 or 0 in (x.batch_size, x.total_length):
         options = {"descending": descending, "stable": stable}
         return x.with_values(std.function(x.values, axis=axis - 1, **options))
-    return x.with_values(sort_values(std, x, descending))
+    sort_chunk = partial(sort_values, std, descending)
+    return x.with_values(map_rows(sort_chunk, x, per_token=True))
 
 
-def _sorted_values(std: Standard, x: Array, descending: bool) -> Any:
+def _sorted_values(std: Standard, descending: bool, x: Array) -> Any:
     if not x.layout.has_no_tail:
         return std.backend.take_along_axis(x.values, _order(std, x, descending), x.ragged_dim)
     ascending = x.with_values(_sort_buckets(std, x))
@@ -55,7 +58,7 @@ def _sorted_values(std: Standard, x: Array, descending: bool) -> Any:
     return select(ascending, x.layout, x.offsets[1:] - 1, -1).values
 
 
-def _sorted_positions(std: Standard, x: Array, descending: bool) -> Any:
+def _sorted_positions(std: Standard, descending: bool, x: Array) -> Any:
     if x.layout.has_no_tail and not descending:
         return _sort_buckets(std, x, stable=True)
     order = _order(std, x, descending)

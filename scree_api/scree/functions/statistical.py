@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from ..array import Array
@@ -18,6 +19,7 @@ from ..broadcasting import (
 )
 from ..checks import check_keywords, check_number, check_real_dtype
 from ..layout import Layout
+from ..ops.row_chunks import map_rows
 from ..ops.segment import (
     IDENTITIES,
     SCANS,
@@ -145,7 +147,14 @@ def _reduce_rows(
         return _segment(xp, "sum", x.with_values(is_nonzero(xp, x.values)), axes, keepdims, dtype)
     if name not in ("var", "std"):
         return _segment(xp, name, x, axes, keepdims, dtype)
-    wide = accumulation_dtype(xp, dtype)
+    variance = partial(_variance_of_rows, std, axes, keepdims, dtype, correction)
+    return map_rows(variance, x)
+
+
+def _variance_of_rows(
+    std: Standard, axes: tuple[int, ...], keepdims: bool, dtype: Any, correction: float, x: Array
+) -> Any:
+    xp, name, wide = std.xp, std.name, accumulation_dtype(std.xp, dtype)
     x = x.with_values(xp.astype(x.values, wide, copy=False))
     mean = broadcast_operand(name, _segment(xp, "mean", x, axes, True, wide), x)
     squares = x.with_values(xp.square(mask_tail(x, x.values - mean)))

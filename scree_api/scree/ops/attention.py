@@ -4,15 +4,19 @@ The standard implementation cuts queries and keys into tiles. It processes chunk
 For each chunk it iterates over the key tiles that any query sees, with the online softmax of
 FlashAttention (Dao et al., 2022; Milakov and Gimelshein, 2018). Besides the result it stores the
 keys and values by tile, and the scores of one chunk and one key tile. If the rows are known on the
-host, the work is proportional to the number of visible tiles. Otherwise all query tiles form one
-chunk, and each iterates up to the bound on the longest row.
+host, the work is proportional to the number of visible tiles, and rows whose tiles are mostly
+padding are processed in ranges. Otherwise all query tiles form one chunk, and each iterates up to
+the bound on the longest row.
+
+A key that a query does not see has no influence on it, even if its value is NaN or infinite: a
+weight of 0 times NaN would be NaN. Tiles with such pairs sum the other values apart from these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +34,15 @@ from ..checks import (
 )
 from ..dispatch.operation import define_operation
 from ..layout import Layout, Tiles
-from .segment import gather_tiles
+from .row_chunks import append_tail, split_rows
+from .segment import append_axes, gather_tiles
 
 __all__ = ["attention"]
 
 QUERY_TILE = KEY_TILE = 64  # tokens per tile
 MAX_SCORES = 1 << 16  # scores of one chunk and one key tile
+#: Bytes of the tiles of a range of rows, unless the queries, keys and values are larger.
+MAX_TILE_BYTES = 1 << 25
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -348,14 +355,19 @@ def _attention(call: AttentionCall) -> Any:
     size = min(QUERY_TILE, _length_bound(layout, "q"))
     q_host, k_host = layout.host_offsets, k_layout.host_offsets
     is_known = q_host is not None and k_host is not None
-    if q_host is not None and k_host is not None and 0 in (q_host[-1], k_host[-1]):
-        return _empty_result(call, wide)  # all tokens are in the tail
+    if q_host is not None and k_host is not None:
+        if 0 in (q_host[-1], k_host[-1]):
+            return _empty_result(call, wide)  # all tokens are in the tail
+        bounds = _row_bounds(call, size, q_host, k_host)
+        if bounds is not None:
+            return _attend_ranges(call, bounds)
     key = ("attention schedule", size, call.window, is_known)
     schedule = layout.cached(key, lambda: _make_schedule(call, size, is_known), pair=k_layout)
     tiles = k_layout.tiles(KEY_TILE)
     k_tiles, v_tiles = (_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v))
     chunks = _chunks(call, schedule)
-    parts = [_attend(call, schedule, chunk, k_tiles, v_tiles, wide) for chunk in chunks]
+    is_finite = call.window == (None, None) or all(map(_is_known_finite, (call.k, call.v)))
+    parts = [_attend(call, schedule, chunk, k_tiles, v_tiles, wide, is_finite) for chunk in chunks]
 
     def to_tokens(blocks: list[Any], dtype: Any) -> Array:
         joined = blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)
@@ -364,6 +376,53 @@ def _attention(call: AttentionCall) -> Any:
 
     out = to_tokens([part[0] for part in parts], q.values.dtype)
     return (out, to_tokens([part[1] for part in parts], wide)) if call.return_lse else out
+
+
+def _is_known_finite(x: Array) -> bool:
+    """Return whether all values are known, without waiting for a device, to be finite."""
+    xp, backend = x.layout.xp, x.layout.backend
+    return not backend.is_compiling() and bool(backend.peek(xp.all(xp.isfinite(x.values))))
+
+
+def _row_bounds(
+    call: AttentionCall, size: int, q_host: np.ndarray, k_host: np.ndarray
+) -> np.ndarray | None:
+    """Return the first row of each range, and the number of rows; None for one range of all rows.
+
+    The tiles of a range need about as much memory as queries, keys and values, or `MAX_TILE_BYTES`.
+    """
+    if call.q.layout.backend.split is None or call.q.batch_size < 2:
+        return None
+    q_bytes = 8 * call.num_heads * (call.head_dim + call.v.values.shape[2])
+    k_bytes = 8 * call.num_kv_heads * (call.head_dim + call.v.values.shape[2])
+    # Most calls return here.
+    num_tiles = call.q.batch_size + call.q.total_length // size
+    num_key_tiles = call.k.batch_size + call.k.total_length // KEY_TILE
+    if num_tiles * size * q_bytes + num_key_tiles * KEY_TILE * k_bytes <= MAX_TILE_BYTES:
+        return None
+    limit = max(MAX_TILE_BYTES, int(q_host[-1]) * q_bytes + int(k_host[-1]) * k_bytes)
+    costs = -(-np.diff(q_host).astype(np.int64) // size) * (size * q_bytes)
+    costs += -(-np.diff(k_host).astype(np.int64) // KEY_TILE) * (KEY_TILE * k_bytes)
+    ends = np.cumsum(costs)
+    count = -(-int(ends[-1]) // limit)
+    targets = ends[-1] * np.arange(1, count) // max(count, 1)
+    bounds = np.unique([0, *(np.searchsorted(ends, targets) + 1), call.q.batch_size])
+    return bounds if bounds.size > 2 else None
+
+
+def _attend_ranges(call: AttentionCall, bounds: np.ndarray) -> Any:
+    """Run the call on the rows between the bounds, one range after the other."""
+    q, k, results = call.q, call.k, []
+    v = Array.from_layout(call.v.values, k.layout)
+    for part_q, part_k, part_v in zip(*(split_rows(x, bounds) for x in (q, k, v)), strict=True):
+        part_v = Array.from_layout(part_v.values, part_k.layout)
+        part = _attention.run_call(replace(call, q=part_q, k=part_k, v=part_v), "standard")
+        results.append(part if call.return_lse else (part,))
+    joined = [
+        q.with_values(q.layout.xp.concat(append_tail(q, [x.values for x in parts]), axis=0))
+        for parts in zip(*results, strict=True)
+    ]
+    return tuple(joined) if call.return_lse else joined[0]
 
 
 def _empty_result(call: AttentionCall, wide: Any) -> Any:
@@ -459,12 +518,18 @@ def _key_tile_steps(
 
 
 def _attend(
-    call: AttentionCall, schedule: _Schedule, chunk: slice, k_tiles: Any, v_tiles: Any, wide: Any
+    call: AttentionCall,
+    schedule: _Schedule,
+    chunk: slice,
+    k_tiles: Any,
+    v_tiles: Any,
+    wide: Any,
+    is_finite: bool,
 ) -> tuple[Any, Any]:
     """Return a chunk's output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads).
 
     Scores are keys by queries, (tiles, num_kv_heads, KEY_TILE, groups * size), so that maxima and
-    sums run along the slow axis.
+    sums run along the slow axis. `is_finite` tells that all keys and values are known to be finite.
     """
     xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
     num_tiles, size = schedule.tokens[chunk, :].shape
@@ -486,6 +551,9 @@ def _attend(
         keys = (
             schedule.start[part][:, None] + (step * KEY_TILE + k_layout.arange(KEY_TILE))[None, :]
         )
+        has_nan, special = None, None
+        if is_masked and not is_finite:
+            k, has_nan = _without_nan(xp, k)
         score = _scores(call, q, k, keys, schedule.query_positions[part, :])
         if is_masked:
             visible = keys[:, :, None] <= schedule.last_key[part, :][:, None, :]
@@ -495,9 +563,16 @@ def _attend(
                 # The tile may belong to another row. Its weights are 0, but 0 * NaN is NaN.
                 v = xp.where(xp.any(visible, axis=(1, 2))[:, None, None, None], v, 0.0)
             by_query = xp.reshape(score, (active, kv_heads, KEY_TILE, -1, size))
+            if has_nan is not None:
+                by_query = xp.where(append_axes(xp, has_nan, 5), float("nan"), by_query)
+                v, special = _without_special_values(xp, v, visible)
             by_query = xp.where(visible[:, None, :, None, :], by_query, -float("inf"))
             score = xp.reshape(by_query, score.shape)
         state = _update(xp, state, score, v, is_masked)
+        if special is not None:
+            by_query = xp.reshape(state.values, (*state.values.shape[:3], -1, size))
+            by_query = by_query + special[:, :, :, None, :]
+            state = state._replace(values=xp.reshape(by_query, state.values.shape))
     assert state is not None  # there is at least one step
     parts = zip(*reversed([*finished, state]), strict=True)
     state = _OnlineSoftmax(*[xp.concat(x, axis=0) if finished else x[0] for x in parts])
@@ -551,6 +626,34 @@ def _scores(call: AttentionCall, q: Any, k: Any, keys: Any, queries: Any) -> Any
     slopes = xp.reshape(slopes, (1, call.num_kv_heads, 1, -1, 1))
     by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], queries.shape[1]))
     return xp.reshape(by_head - slopes * distance[:, None, :, None, :], score.shape)
+
+
+def _without_nan(xp: Any, k: Any) -> tuple[Any, Any]:
+    """Return keys (tiles, kv_heads, keys, dim) with 0 for NaN, and which keys have any NaN.
+
+    In the gradient of a query, the gradient 0 of a score is multiplied by a key that it does not see.
+    """
+    is_nan = xp.isnan(k)
+    return xp.where(is_nan, 0.0, k), xp.any(is_nan, axis=-1)
+
+
+#: Number per key: a float32 holds the sum of up to 64 numbers of each kind.
+INFINITE, MINUS_INFINITE, NOT_A_NUMBER = 1.0, 256.0, 65536.0
+
+
+def _without_special_values(xp: Any, v: Any, visible: Any) -> tuple[Any, Any]:
+    """Return values (tiles, kv_heads, keys, dim) with 0 for NaN and infinities, and their sums.
+
+    The sums are (tiles, kv_heads, dim, queries): 0, an infinity or NaN.
+    """
+    is_infinite, is_positive = xp.isinf(v), v > 0
+    kind = xp.where(is_positive, INFINITE, xp.full_like(v, MINUS_INFINITE))
+    kind = xp.where(is_infinite, kind, xp.where(xp.isnan(v), NOT_A_NUMBER, xp.zeros_like(v)))
+    counts = xp.matmul(xp.matrix_transpose(kind), xp.astype(visible[:, None, :, :], v.dtype))
+    is_minus = (counts < NOT_A_NUMBER) & (counts % MINUS_INFINITE == 0)
+    sums = xp.where(is_minus, -float("inf"), xp.full_like(counts, float("nan")))
+    sums = xp.where(counts < MINUS_INFINITE, float("inf"), sums)
+    return xp.where(xp.isfinite(v), v, 0.0), xp.where(counts == 0, 0.0, sums)
 
 
 def _update(

@@ -1,20 +1,29 @@
 """Reductions, scans and argmax within each row, by tiles.
 
-Every row is cut into tiles of 32 tokens, tiles are reduced, and the tiles of a row form a row again
-until one tile is left. There is no padding, no Python loop over rows, and no difference of running
-totals. The summation is a tree, so the error grows with the logarithm of the length. The number of
-steps has a static bound.
+Every row is cut into tiles of at most 32 tokens, tiles are reduced, and the tiles of a row form a
+row again until one tile is left. Rows are not padded to the longest one, there is no Python loop
+over rows, and no difference of running totals. The summation is a tree, so the error grows with the
+logarithm of the length. The number of steps has a static bound.
+
+A row fills its last tile with identities. Short rows get small tiles, so that all tiles together
+have at most three times as many slots as there are tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..array import Array
 from ..backends import backend
 from ..broadcasting import accumulation_dtype, is_nonzero, real_dtype
 from ..dispatch.operation import define_operation
 from ..layout import Layout, Tiles
+from .row_chunks import map_rows
 
 TILE = 32
 MAX_SEQUENTIAL = 4096  # longest row whose sum may be computed one number after the other
@@ -92,19 +101,138 @@ def _segment_reduce(call: SegmentCall) -> Any:
     if call.op in ("any", "all") and not xp.isdtype(call.values.dtype, "bool"):
         # A kernel that rejects numbers may take booleans.
         return segment_reduce(call.op, is_nonzero(xp, call.values), layout, dtype=call.dtype)
-    values = call.converted
-    empty = identity(xp, call.op, values.dtype)
-    empty = xp.full((), empty, dtype=values.dtype, device=layout.device)
-    if layout.num_rows == 0 or 0 in values.shape:
-        return xp.broadcast_to(empty, (layout.num_rows, *values.shape[1:]))
-    nonempty, reduce = layout.nonempty, getattr(xp, call.op)
-    options = {"dtype": values.dtype} if call.op in SCANS else {}
+    if layout.num_rows == 0 or 0 in call.values.shape:
+        empty = _empty(call, call.accumulation_dtype)
+        return xp.broadcast_to(empty, (layout.num_rows, *call.values.shape[1:]))
+    return map_rows(partial(_reduce_tiles, call), Array.from_layout(call.values, layout))
+
+
+def _empty(call: SegmentCall, dtype: Any) -> Any:
+    xp = call.layout.xp
+    fill_value = identity(xp, call.op, dtype)
+    return xp.full((), fill_value, dtype=dtype, device=call.layout.device)
+
+
+def _reduce_tiles(call: SegmentCall, x: Array) -> Any:
+    layout, xp, dtype = x.layout, x.layout.xp, call.accumulation_dtype
+    values, empty = xp.astype(x.values, dtype, copy=False), _empty(call, dtype)
+    options = {"dtype": dtype} if call.op in SCANS else {}
+    reduce = partial(getattr(xp, call.op), axis=1, **options)
+    reduced = _reduce_nonempty_rows(reduce, values, layout, empty)
+    return xp.where(append_axes(xp, layout.nonempty, reduced.ndim), reduced, empty)
+
+
+def _reduce_nonempty_rows(
+    reduce: Callable[[Any], Any], values: Any, layout: Layout, empty: Any
+) -> Any:
+    """Return (n, ...) the reduction of each row; any number for an empty row."""
+    xp = layout.xp
     while layout.max_length_bound > 1:
-        tiles = layout.tiles(min(TILE, layout.max_length_bound))
-        values = reduce(gather_tiles(xp, values, tiles, empty), axis=1, **options)
+        size = tile_size(layout)
+        tiles = layout.tiles(size)
+        values = reduce(gather_tiles(xp, values, tiles, empty))
+        if size < TILE and (long_rows := find_long_rows(layout, tiles.layout, size)) is not None:
+            firsts = xp.take(values, tiles.layout.clip(tiles.layout.offsets[:-1]), axis=0)
+            values = xp.take(values, long_rows.tokens, axis=0)
+            reduced = _reduce_nonempty_rows(reduce, values, long_rows.layout, empty)
+            is_long = append_axes(xp, long_rows.is_long, firsts.ndim)
+            return xp.where(is_long, xp.take(reduced, long_rows.slots, axis=0), firsts)
         layout = tiles.layout
-    firsts = xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
-    return xp.where(append_axes(xp, nonempty, firsts.ndim), firsts, empty)
+    return xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
+
+
+class LongRows(NamedTuple):
+    """The rows of a layout with more than one token.
+
+    Attributes
+    ----------
+    layout
+        Their layout.
+    tokens
+        (total,) index of each of their tokens in the values of all rows.
+    is_long
+        (n,) whether a row is among them.
+    slots
+        (n,) index of each row among them; any valid index for the other rows.
+    """
+
+    layout: Layout
+    tokens: Any
+    is_long: Any
+    slots: Any
+
+
+def find_long_rows(layout: Layout, tiles: Layout, size: int) -> LongRows | None:
+    """Return the rows of `tiles`, the tiles of `layout`, with more than one tile.
+
+    None under a compiler. With many short rows few rows go on to the next reduction.
+    """
+    if layout.backend.is_compiling():
+        return None
+    # A row with more than one tile has at least size + 1 tokens.
+    most_rows = layout.total // (size + 1)
+    most_tiles = 2 * layout.total // (size + 1)
+    return layout.cached(("long rows", size), lambda: _long_rows(tiles, most_rows, most_tiles))
+
+
+def _long_rows(layout: Layout, most_rows: int, most_tokens: int) -> LongRows | None:
+    xp, n = layout.xp, min(layout.num_rows, most_rows)
+    host = layout.host_offsets
+    if n == 0:
+        return None
+    if host is not None:
+        lengths = np.diff(host)
+        is_long_row = lengths > 1
+        rows = np.flatnonzero(is_long_row)
+        if rows.size == 0:
+            return None
+        new = Layout.from_host_lengths(layout.backend, lengths[rows], like=layout.offsets)
+        slots = layout.to_index(np.maximum(np.cumsum(is_long_row) - 1, 0))
+        is_long = layout.lengths > 1
+        starts = layout.to_index(host[rows])
+    else:
+        is_long = layout.lengths > 1
+        ranks = xp.cumulative_sum(
+            xp.astype(is_long, layout.offsets.dtype), dtype=layout.offsets.dtype
+        )
+        index = layout.arange(n) + 1
+        found = xp.searchsorted(ranks, index)
+        found = xp.astype(
+            xp.where(found < layout.num_rows, found, layout.num_rows - 1),
+            layout.offsets.dtype,
+            copy=False,
+        )
+        exists = index <= ranks[-1:]
+        lengths = xp.where(exists, xp.take(layout.lengths, found, axis=0), 0)
+        ends = xp.cumulative_sum(lengths, dtype=layout.offsets.dtype)
+        offsets = xp.concat([layout.offsets[:1] * 0, ends])
+        new = Layout(layout.backend, offsets, most_tokens, layout.max_length_bound)
+        slots = xp.where(ranks > 0, ranks - 1, 0)
+        slots = xp.where(slots < n, slots, n - 1)
+        starts = xp.take(layout.offsets, found, axis=0)
+    tokens = layout.clip(new.per_token(starts) + new.positions)
+    return LongRows(new, tokens, is_long, slots)
+
+
+def tile_size(layout: Layout, largest: int = TILE) -> int:
+    """Return a number of tokens per tile, at most `largest`, for which few slots are padding.
+
+    It is at most twice the mean length of the rows, or 2. Under a compiler, which would specialize
+    on the number of tokens, it is `largest`.
+    """
+    if layout.backend.is_compiling():
+        return min(largest, layout.max_length_bound)
+    return layout.cached(("tile size", largest), lambda: _tile_size(layout, largest))
+
+
+def _tile_size(layout: Layout, largest: int) -> int:
+    host, num_rows = layout.host_offsets, layout.num_rows
+    if host is not None:
+        num_rows = int(np.count_nonzero(host[1:] > host[:-1]))  # empty rows have no tiles
+    twice_the_mean = 2 * layout.total // max(num_rows, 1)
+    if twice_the_mean < largest:
+        largest = max(2, 1 << max(twice_the_mean.bit_length() - 1, 0))
+    return min(largest, layout.max_length_bound)
 
 
 @define_operation("segment_mean", SegmentCall)
@@ -135,10 +263,14 @@ def segment_arg(op: str, values: Any, layout: Layout) -> Any:
 
 @define_operation("segment_arg", SegmentCall)
 def _segment_arg(call: SegmentCall) -> Any:
-    values, layout, xp = call.values, call.layout, call.layout.xp
+    return map_rows(partial(_arg_of_rows, call.op), Array.from_layout(call.values, call.layout))
+
+
+def _arg_of_rows(op: str, x: Array) -> Any:
+    values, layout, xp = x.values, x.layout, x.layout.xp
     is_best = values == values
     if layout.num_rows:
-        is_best = values == layout.per_token(segment_reduce(call.op, values, layout))
+        is_best = values == layout.per_token(segment_reduce(op, values, layout))
     if xp.isdtype(values.dtype, ("real floating", "complex floating")):
         is_best = is_best | xp.isnan(values)
     position = xp.where(is_best, append_axes(xp, layout.positions, values.ndim), layout.total)
@@ -158,26 +290,54 @@ def segment_scan(op: str, values: Any, layout: Layout, dtype: Any = None) -> Any
 
 @define_operation("segment_scan", SegmentCall)
 def _segment_scan(call: SegmentCall) -> Any:
-    scanned = _scan_tiles(call.op, call.converted, call.layout)
-    return call.layout.xp.astype(scanned, call.dtype, copy=False)
+    x = Array.from_layout(call.values, call.layout)
+    return map_rows(partial(_scan_rows, call), x, per_token=True)
+
+
+def _scan_rows(call: SegmentCall, x: Array) -> Any:
+    xp = x.layout.xp
+    values = xp.astype(x.values, call.accumulation_dtype, copy=False)
+    scanned = _scan_tiles(call.op, values, x.layout)
+    return xp.astype(scanned, call.dtype, copy=False)
 
 
 def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:
     if layout.max_length_bound <= 1 or layout.num_rows == 0 or layout.total == 0:
         return values
-    xp, size = layout.xp, min(TILE, layout.max_length_bound)
+    xp, size = layout.xp, tile_size(layout)
     tiles = layout.tiles(size)
     neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.device)
-    blocks = gather_tiles(xp, values, tiles, neutral)
-    inside = getattr(xp, SCANS[op])(blocks, axis=1, dtype=values.dtype)
-    inclusive = _scan_tiles(op, inside[:, -1, ...], tiles.layout)
-    start = xp.broadcast_to(neutral, (1, *inclusive.shape[1:]))
-    exclusive = xp.concat([start, inclusive[:-1, ...]], axis=0)
-    is_later = append_axes(xp, tiles.starts > 0, exclusive.ndim)
-    carry = xp.where(is_later, exclusive, neutral)[:, None, ...]
-    inside = inside + carry if op == "sum" else inside * carry
+    inside = gather_tiles(xp, values, tiles, neutral)
+    inside = getattr(xp, SCANS[op])(inside, axis=1, dtype=values.dtype)
+    before = _scan_before_tiles(op, inside[:, -1, ...], layout, tiles, size, neutral)
+    if before is not None:
+        inside = inside + before if op == "sum" else inside * before
     flat = xp.reshape(inside, (inside.shape[0] * size, *values.shape[1:]))
     return xp.take(flat, layout.tile_slots(size), axis=0)
+
+
+def _scan_before_tiles(
+    op: str, totals: Any, layout: Layout, tiles: Tiles, size: int, neutral: Any
+) -> Any:
+    """Return (tiles, 1, ...) the sum or product of a row's tokens before each tile.
+
+    `totals` are the sums or products of the tiles. The result is None if no row has two tiles.
+    """
+    xp, is_later = layout.xp, append_axes(layout.xp, tiles.starts > 0, totals.ndim)
+    if size < TILE and not layout.backend.is_compiling():
+        long_rows = find_long_rows(layout, tiles.layout, size)
+        if long_rows is None:
+            return None
+        totals = xp.take(totals, long_rows.tokens, axis=0)
+        inclusive = _scan_tiles(op, totals, long_rows.layout)
+        first = xp.take(long_rows.layout.offsets, long_rows.slots, axis=0)
+        earlier = xp.take(first, tiles.rows, axis=0) + tiles.layout.positions - 1
+        exclusive = xp.take(inclusive, long_rows.layout.clip(earlier), axis=0)
+    else:
+        inclusive = _scan_tiles(op, totals, tiles.layout)
+        start = xp.broadcast_to(neutral, (1, *inclusive.shape[1:]))
+        exclusive = xp.concat([start, inclusive[:-1, ...]], axis=0)
+    return xp.where(is_later, exclusive, neutral)[:, None, ...]
 
 
 def sort_by_id(xp: Any, ids: Any, size: int, device: Any) -> tuple[Any, Any]:

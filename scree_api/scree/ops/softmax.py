@@ -9,6 +9,7 @@ from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, mask_tail, moveaxis
 from ..checks import check_floating
 from ..dispatch.operation import define_operation
+from .row_chunks import map_rows
 from .segment import segment_reduce
 
 __all__ = ["log_softmax", "logsumexp", "softmax"]
@@ -134,31 +135,42 @@ def _exponentials(x: Array) -> tuple[Any, Any, Any, Any]:
     return shifted, weights, maximum, segment_reduce("sum", weights, layout)
 
 
-def _like(x: Array, values: Any) -> Array:
+def _like(x: Array, values: Any) -> Any:
+    """Return values, whose first axis is the ragged one, with the dtype and the axes of `x`."""
     xp = x.layout.xp
-    values = xp.astype(values, x.dtype, copy=False)
-    return x.with_values(moveaxis(xp, values, 0, x.ragged_dim))
+    return moveaxis(xp, xp.astype(values, x.dtype, copy=False), 0, x.ragged_dim)
 
 
 @define_operation("softmax", SoftmaxCall)
 def _softmax(call: SoftmaxCall) -> Array:
-    _, weights, _, total = _exponentials(call.x)
-    layout = call.x.layout
-    return _like(call.x, weights / layout.per_token(total) if layout.num_rows else weights)
+    return call.x.with_values(map_rows(_softmax_of_rows, call.x, per_token=True))
+
+
+def _softmax_of_rows(x: Array) -> Any:
+    _, weights, _, total = _exponentials(x)
+    return _like(x, weights / x.layout.per_token(total) if x.layout.num_rows else weights)
 
 
 @define_operation("log_softmax", SoftmaxCall)
 def _log_softmax(call: SoftmaxCall) -> Array:
-    shifted, _, _, total = _exponentials(call.x)
-    xp, layout = call.x.layout.xp, call.x.layout
+    return call.x.with_values(map_rows(_log_softmax_of_rows, call.x, per_token=True))
+
+
+def _log_softmax_of_rows(x: Array) -> Any:
+    shifted, _, _, total = _exponentials(x)
+    xp, layout = x.layout.xp, x.layout
     log_total = xp.log(xp.where(total != 0, total, 1.0))
-    return _like(call.x, shifted - layout.per_token(log_total) if layout.num_rows else shifted)
+    return _like(x, shifted - layout.per_token(log_total) if layout.num_rows else shifted)
 
 
 @define_operation("logsumexp", SoftmaxCall)
 def _logsumexp(call: SoftmaxCall) -> Any:
-    _, _, maximum, total = _exponentials(call.x)
-    xp = call.x.layout.xp
+    return map_rows(_logsumexp_of_rows, call.x)
+
+
+def _logsumexp_of_rows(x: Array) -> Any:
+    _, _, maximum, total = _exponentials(x)
+    xp = x.layout.xp
     nonzero = total != 0  # True for NaN, which must reach the result
     out = xp.where(nonzero, maximum + xp.log(xp.where(nonzero, total, 1.0)), -float("inf"))
-    return xp.astype(out, call.x.dtype, copy=False)
+    return xp.astype(out, x.dtype, copy=False)

@@ -170,6 +170,34 @@ def _transposed_matmul(x: Any, y: Any) -> Any:
     return jnp.matmul(x, _merge_groups(y))[..., None, :]
 
 
+def _without_nan(x: Any) -> Any:
+    """Return `x` with 0 for NaN: a pair that is not visible has the gradient 0, and 0 * NaN is NaN.
+
+    A visible pair has a score of NaN.
+    """
+    return jnp.where(jnp.isnan(x), 0.0, x)
+
+
+def _weighted_sum(weights: Any, v: Any, visible: Any, is_finite: Any) -> Any:
+    """Return ``weights @ v``, in which a value counts only for queries that see its key.
+
+    `is_finite` is whether all values are finite.
+    """
+
+    def with_special_values() -> Any:
+        shown = jnp.broadcast_to(visible[:, :, None, :], weights.shape).astype(v.dtype)
+
+        def sees_any(is_special: Any) -> Any:
+            return _matmul(shown, is_special.astype(v.dtype)) > 0
+
+        total = _matmul(weights, jnp.where(jnp.isfinite(v), v, 0.0))
+        total += jnp.where(sees_any(v == jnp.inf), jnp.inf, 0.0)
+        total += jnp.where(sees_any(v == -jnp.inf), -jnp.inf, 0.0)
+        return jnp.where(sees_any(jnp.isnan(v)), jnp.nan, total)
+
+    return lax.cond(is_finite, lambda: _matmul(weights, v), with_special_values)
+
+
 def _scores(options: Options, q: Any, k: Any) -> Any:
     """Return the scores (kv_heads, tiles, queries, groups, keys) before the mask."""
     scores = _matmul_transposed(q, k)
@@ -191,6 +219,7 @@ def _forward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, An
     The tensors of `queries` are the scaled q; the tensors of `keys` are k and v.
     """
     value_dim = keys.tensors[1].shape[-1]
+    is_finite = jnp.all(jnp.isfinite(keys.tensors[1]))
 
     def init(q: Any) -> _OnlineSoftmax:
         zeros = jnp.zeros_like(q[..., :1])
@@ -204,7 +233,7 @@ def _forward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, An
         # A query that has seen no key has the maximum -inf, and -inf - -inf is NaN.
         base = jnp.where(maximum == -jnp.inf, 0.0, maximum)
         weights, rescale = jnp.exp(scores - base), jnp.exp(state.maximum - base)
-        values = state.values * rescale + _matmul(weights, v)
+        values = state.values * rescale + _weighted_sum(weights, v, visible, is_finite)
         total = state.total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return _OnlineSoftmax(values, total, maximum)
 
@@ -231,18 +260,21 @@ def _backward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, A
         scores = _scores(options, q, k)
         weights = jnp.where(visible[:, :, None, :], jnp.exp(scores - lse), 0.0)
         score_grads = weights * (_matmul_transposed(grad, v) - delta)
+        # The weight 0 times NaN would be NaN.
+        score_grads = jnp.where(visible[:, :, None, :], score_grads, 0.0)
         if options.softcap is not None:
             score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
         return weights, score_grads
 
     def step_of_queries(dq: Any, visible: Any, outer: Any, inner: Any) -> Any:
         _, score_grads = weights_and_score_grads(visible, outer, inner)
-        return dq + _matmul(score_grads, inner[0])
+        return dq + _matmul(score_grads, _without_nan(inner[0]))
 
     def step_of_keys(state: Any, visible: Any, outer: Any, inner: Any) -> Any:
         (dk, dv), (q, _, _, grad) = state, inner
         weights, score_grads = weights_and_score_grads(jnp.swapaxes(visible, 1, 2), inner, outer)
-        return dk + _transposed_matmul(score_grads, q), dv + _transposed_matmul(weights, grad)
+        dk = dk + _transposed_matmul(score_grads, _without_nan(q))
+        return dk, dv + _transposed_matmul(weights, grad)
 
     def zeros_like_q(q: Any, *_: Any) -> Any:
         return jnp.zeros_like(q)

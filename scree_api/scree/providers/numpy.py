@@ -8,6 +8,7 @@ from ..array import Array
 from ..backends.numpy import BACKEND
 from ..dispatch.registry import register_kernel
 from ..layout import Layout
+from ..ops.row_chunks import map_rows
 from ..ops.segment import SegmentCall, identity
 from ..ops.softmax import SoftmaxCall
 
@@ -71,36 +72,48 @@ def _exponentials(x: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
     return shifted, weights, maximum, reduce_rows("sum", weights, layout)
 
 
-def _restore_shape(x: Array, values: np.ndarray) -> Array:
+def _restore_shape(x: Array, values: np.ndarray) -> np.ndarray:
     """Return `values` with the tail, the axes and the dtype of `x`; tokens of the tail are 0."""
     tail = x.values.shape[x.ragged_dim] - values.shape[0]
     if tail:
         values = np.concatenate([values, np.zeros((tail, *values.shape[1:]), values.dtype)])
-    values = np.moveaxis(values.astype(x.values.dtype, copy=False), 0, x.ragged_dim)
-    return Array.from_layout(values, x.layout, x.ragged_dim)
+    return np.moveaxis(values.astype(x.values.dtype, copy=False), 0, x.ragged_dim)
+
+
+def _softmax_of_rows(x: Array) -> np.ndarray:
+    _, weights, _, total = _exponentials(x)
+    return _restore_shape(x, weights / np.repeat(total, x.layout.lengths, axis=0))
+
+
+def _log_softmax_of_rows(x: Array) -> np.ndarray:
+    shifted, _, _, total = _exponentials(x)
+    log_total = np.log(np.where(total != 0, total, 1)).astype(shifted.dtype, copy=False)
+    return _restore_shape(x, shifted - np.repeat(log_total, x.layout.lengths, axis=0))
+
+
+def _logsumexp_of_rows(x: Array) -> np.ndarray:
+    _, _, maximum, total = _exponentials(x)
+    with np.errstate(divide="ignore"):
+        return (maximum + np.log(total)).astype(x.values.dtype, copy=False)
 
 
 @register_kernel("softmax", provider="reduceat", rejects=rejects_softmax)
 def softmax(call: SoftmaxCall) -> Array:
     """Compute the softmax of rows by `reduceat`."""
-    _, weights, _, total = _exponentials(call.x)
-    return _restore_shape(call.x, weights / np.repeat(total, call.x.layout.lengths, axis=0))
+    return call.x.with_values(map_rows(_softmax_of_rows, call.x, per_token=True))
 
 
 @register_kernel("log_softmax", provider="reduceat", rejects=rejects_softmax)
 def log_softmax(call: SoftmaxCall) -> Array:
     """Compute the log-softmax of rows by `reduceat`."""
-    shifted, _, _, total = _exponentials(call.x)
-    log_total = np.log(np.where(total != 0, total, 1)).astype(shifted.dtype, copy=False)
-    return _restore_shape(call.x, shifted - np.repeat(log_total, call.x.layout.lengths, axis=0))
+    return call.x.with_values(map_rows(_log_softmax_of_rows, call.x, per_token=True))
 
 
 @register_kernel("logsumexp", provider="reduceat", rejects=rejects_softmax)
 def logsumexp(call: SoftmaxCall) -> np.ndarray:
     """Compute the log-sum-exp of rows by `reduceat`."""
-    _, _, maximum, total = _exponentials(call.x)
-    with np.errstate(divide="ignore"):
-        return (maximum + np.log(total)).astype(call.x.values.dtype, copy=False)
+    out: np.ndarray = map_rows(_logsumexp_of_rows, call.x)
+    return out
 
 
 def rejects_arg(call: SegmentCall) -> str | None:

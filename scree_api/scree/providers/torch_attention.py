@@ -29,6 +29,8 @@ def rejects(call: AttentionCall) -> str | None:
         return "the fused kernel has no softcap and no ALiBi, and gives no log-sum-exp"
     if call.window != (None, 0 if call.causal else None):
         return "the fused kernel has no window"
+    if call.scale <= 0:
+        return "the fused kernel multiplies the mask -inf by the scale, which must be positive"
     if call.v.values.shape[2] != call.head_dim:
         return f"the fused kernel needs value_dim {call.v.values.shape[2]} to be head_dim {call.head_dim}"
     return None

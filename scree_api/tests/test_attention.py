@@ -1,0 +1,128 @@
+"""Attention with values that are not finite, and with a scale that is not positive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import NAMES, load
+
+import scree
+from scree_conformance import oracle
+
+LENGTHS = [3, 0, 5, 70, 1]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 3},
+    "both sides": {"window": (2, 1)},
+    "softcap": {"causal": True, "softcap": 2.0},
+    "slopes": {"causal": True, "alibi_slopes": [0.5, 0.25]},
+    "all keys": {},
+}
+
+
+def expected_output(q: list, k: list, v: list, scale: float, **options: Any) -> list[np.ndarray]:
+    """Compute every query from the keys that it sees alone."""
+    softcap, slopes = options.get("softcap"), options.get("alibi_slopes")
+    out = []
+    for queries, keys, values in zip(q, k, v, strict=True):
+        n = len(queries)
+        mask = oracle.attention_mask(n, n, options.get("causal", False), options.get("window"))
+        row = np.zeros((n, *queries.shape[1:]))
+        for i, head in np.ndindex(n, queries.shape[1]):
+            seen = np.flatnonzero(mask[i])
+            with np.errstate(all="ignore"):
+                scores = keys[seen, 0] @ queries[i, head] * scale
+                scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+                scores = scores if slopes is None else scores - slopes[head] * np.abs(seen - i)
+                weights = np.exp(scores - scores.max())
+                row[i, head] = weights / weights.sum() @ values[seen, 0]
+        out.append(row)
+    return out
+
+
+def draw(seed: int, heads: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((sum(LENGTHS), heads, 8)).astype(np.float32)
+
+
+def attend(name: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    """Return the output of scree by row, and the output of the definition."""
+    arrays = load(name)
+    x, y, z = (scree.from_lengths(arrays.make(a), LENGTHS) for a in (q, k, v))
+    y, z = (x.with_values(a.values) for a in (y, z))
+    rows = [np.split(a.astype(np.float64), np.cumsum(LENGTHS)[:-1]) for a in (q, k, v)]
+    reference = {key: value for key, value in options.items() if key not in ("kernel", "scale")}
+    expected = expected_output(*rows, options.get("scale", 8**-0.5), **reference)
+    if "alibi_slopes" in options:
+        slopes = np.asarray(options["alibi_slopes"], np.float32)
+        options = {**options, "alibi_slopes": arrays.make(slopes)}
+    got = scree.attention(x, y, z, **options)
+    return arrays.library.read(got.values), np.concatenate(expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_scale_not_positive_gives_the_definition(
+    name: str, case: str, scale: float
+) -> None:
+    got, expected = attend(name, draw(0, 2), draw(1, 1), draw(2, 1), scale=scale, **OPTIONS[case])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_attention_scale_not_positive_has_a_finite_gradient(scale: float) -> None:
+    torch = pytest.importorskip("torch")
+    if "torch" not in NAMES:
+        pytest.skip("PyTorch is not among the libraries under test")
+    values = torch.from_numpy(draw(0, 2)).requires_grad_()
+    x = scree.from_lengths(values, LENGTHS)
+    scree.attention(x, x, x, causal=True, scale=scale).values.square().sum().backward()
+    assert torch.isfinite(values.grad).all()
+
+
+@pytest.mark.parametrize("argument", ["k", "v"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_key_that_is_not_seen_has_no_influence(
+    name: str, case: str, number: float, argument: str
+) -> None:
+    q, k, v = draw(0, 2), draw(1, 1), draw(2, 1)
+    changed = k if argument == "k" else v
+    ends = np.cumsum(LENGTHS)
+    changed[ends[3] - 1] = number
+    changed[ends[3] - 10, 0, 2] = number
+    changed[ends[0] - 1, 0, 1] = number
+    changed[ends[2] - 2, 0, 1] = -number
+    kernel = "standard" if name == "torch" else None  # PyTorch's own kernel does not promise it
+    got, expected = attend(name, q, k, v, kernel=kernel, **OPTIONS[case])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(got[: ends[0] - 1]).all() or case in ("all keys", "both sides")
+
+
+@pytest.mark.parametrize("argument", ["k", "v"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch", "jax", "mlx")])
+def test_attention_gradient_of_a_query_ignores_keys_that_it_does_not_see(
+    name: str, argument: str
+) -> None:
+    arrays = load(name)
+    lengths = [4, 70]
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, sum(lengths), 1, 8)).astype(np.float32)
+    (k if argument == "k" else v)[[3, 73]] = np.nan
+    keys, values = arrays.make(k), arrays.make(v)
+    kernel = "standard" if name == "torch" else None
+    is_first = arrays.make((np.arange(sum(lengths)) % 4 == 0).astype(np.float32)[:, None, None])
+
+    def loss(x: Any) -> Any:
+        x = scree.from_lengths(x, lengths, max_length=70)
+        y, z = x.with_values(keys), x.with_values(values)
+        out = scree.attention(x, y, z, causal=True, kernel=kernel).values
+        xp = scree.namespace(out)
+        return xp.sum(xp.where(is_first > 0, out, xp.zeros_like(out)))
+
+    (grad,) = arrays.library.grad(loss, arrays.make(q))
+    assert np.isfinite(arrays.library.read(grad)[[0, 1, 2, 4, 5, 8, 40]]).all()
