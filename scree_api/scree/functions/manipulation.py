@@ -344,12 +344,28 @@ def roll(x: Array, /, shift: Any, *, axis: Any = None, std: Standard) -> Array:
         by = checks.check_integer("shift", by)
         a = normalize_axis(std.name, a, x.ndim, allow_batch=True)
         if a == 0:
-            x = take_rows(x, np.roll(np.arange(x.batch_size), by))
+            x = take_rows(x, np.roll(np.arange(x.batch_size), by % max(x.batch_size, 1)))
         elif a != x.ragged_dim + 1:
+            if abs(by) >= 2**31:
+                by %= max(int(x.values.shape[a - 1]), 1)
             x = x.with_values(std.function(x.values, by, axis=a - 1))
-        elif x.total_length:
-            x = _take_cyclic(x, x.layout, x.layout.positions - by)
+        elif x.total_length and x.batch_size:
+            shift = x.layout.per_token(_remainders(x.layout, by)) if abs(by) >= 2**30 else by
+            x = _take_cyclic(x, x.layout, x.layout.positions - shift)
     return x
+
+
+def _remainders(layout: Layout, number: int) -> Any:
+    """Return (n,) a number modulo the length of each row, also if no dtype holds the number."""
+    xp = layout.xp
+    lengths = xp.where(layout.nonempty, layout.lengths, 1)
+    remainder = xp.zeros_like(lengths)
+    for digit in bin(abs(number))[2:]:
+        rest = lengths - remainder
+        remainder = xp.where(remainder < rest, remainder + remainder, remainder - rest)
+        if digit == "1":
+            remainder = xp.where(remainder + 1 < lengths, remainder + 1, 0)
+    return remainder if number >= 0 else -remainder
 
 
 def _take_cyclic(x: Array, layout: Layout, positions: Any) -> Array:
@@ -443,8 +459,8 @@ def diff(
         x = x.__array_namespace__().concat(parts, axis=axis)
     if axis != x.ragged_dim + 1:
         return x.with_values(std.function(x.values, axis=axis - 1, n=n))
-    leading = (slice(None),) * axis
-    for _ in range(n):
+    leading, bound = (slice(None),) * axis, x.layout.max_length_bound
+    for _ in range(min(n, bound)):  # then all rows are empty
         later, earlier = x[(*leading, slice(1, None))], x[(*leading, slice(None, -1))]
         x = later.with_values(later.values - earlier.values)
     return x

@@ -42,7 +42,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None, std: Standard) -> 
         raise ValueError(
             "axis: take along the ragged axis has no common index; use arr[:, i] or scree.gather"
         )
-    index = normalize_element_index(x, indices, axis - 1)
+    index = normalize_element_index(x, indices, axis - 1, int(x.values.shape[axis - 1]))
     return x.with_values(std.function(x.values, index, axis=axis - 1))
 
 

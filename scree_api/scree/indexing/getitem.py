@@ -43,8 +43,7 @@ def getitem(arr: Array, key: Any, fill_value: Any = None) -> Any:
     batch, *inner = _expand(arr, keys)
     if _is_integer(batch):
         row = _row(arr, operator.index(batch))
-        _in_bounds(arr, row.shape, inner)
-        return row[tuple(inner)]
+        return _index_axes(arr, row, inner)
     arr = arr if _is_full(batch) else _rows(arr, batch)
     ragged = inner[arr.ragged_dim]
     arr = _elements(arr, inner)
@@ -145,6 +144,7 @@ def read_row_index(key: Any, n: int) -> np.ndarray:
             f"index: expected one axis of integers or booleans, got {rows.dtype} of shape {rows.shape}"
         )
     checks.check_index_bounds("index", rows, n, low=-n, where=", the rows", error=IndexError)
+    rows = rows.astype(np.int64, copy=False)  # narrow dtypes do not hold n
     return np.where(rows < 0, rows + n, rows)
 
 
@@ -183,6 +183,7 @@ def _slice(arr: Array, key: slice) -> Array:
     """Return the same slice of each row, with Python's rules for negative and missing bounds."""
     old = arr.layout
     step = 1 if key.step is None else operator.index(key.step)
+    step = max(-old.total - 1, min(step, old.total + 1))  # any Python integer fits
     if key == slice(None, None, -1):  # the lengths stay the same
         return select(arr, old, old.offsets[1:] - 1, step, distinct=True)
     lengths = np.diff(old.read_offsets()).astype(np.int64)
@@ -293,28 +294,103 @@ def _token(arr: Array, i: int, fill_value: Any) -> Any:
 
 def _elements(arr: Array, keys: list[Any]) -> Array:
     """Index the element axes by integers, slices and 1-D arrays; the ragged axis stays."""
-    keys = [FULL if axis == arr.ragged_dim else k for axis, k in enumerate(keys)]
+    dim = arr.ragged_dim
+    keys = [FULL if axis == dim else k for axis, k in enumerate(keys)]
     if all(_is_full(k) for k in keys):
         return arr
-    _in_bounds(arr, arr.values.shape, keys)
-    for axis, k in enumerate(keys):  # each array indexes its own axis, as slices do
-        if isinstance(k, slice) or _is_integer(k):
-            continue
-        if is_array(k) and k.ndim == 1:
-            index = normalize_element_index(arr, k, axis)
-            arr = arr.with_values(arr.layout.xp.take(arr.values, index, axis=axis))
-            keys[axis] = FULL
-        else:
+    arrays = [
+        axis for axis, k in enumerate(keys) if not isinstance(k, slice) and not _is_integer(k)
+    ]
+    removed = sum(_is_integer(k) for k in keys[:dim]) + max(sum(a < dim for a in arrays) - 1, 0)
+    return arr.with_values(_index_axes(arr, arr.values, keys), ragged_dim=dim - removed)
+
+
+def _index_axes(arr: Array, x: Any, keys: list[Any]) -> Any:
+    """Return ``x[keys]`` for `x`, the values or a row of `arr`, with one key per axis.
+
+    Several index arrays are broadcast together, as in NumPy, and have to be next to each other.
+    Some libraries support neither negative steps nor large bounds.
+    """
+    layout = arr.layout
+    xp, keys = layout.xp, [_array_of_list(arr, k) for k in keys]
+    _in_bounds(arr, x.shape, keys)
+    arrays = [
+        axis for axis, k in enumerate(keys) if not isinstance(k, slice) and not _is_integer(k)
+    ]
+    for axis in arrays:
+        if not is_array(keys[axis]) or keys[axis].ndim != 1:
             raise TypeError(
-                f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}"
+                f"index: expected integers, slices or 1-D arrays on the element axes, got {type(keys[axis]).__name__}"
             )
-    removed = sum(_is_integer(k) for k in keys[: arr.ragged_dim])
-    return arr.with_values(arr.values[tuple(keys)], ragged_dim=arr.ragged_dim - removed)
+    for axis, k in enumerate(keys):
+        if isinstance(k, slice) and _needs_index(k):
+            positions = range(*k.indices(int(x.shape[axis])))
+            keys[axis] = FULL
+            if positions.step > 0:
+                keys[axis] = slice(
+                    positions.start, max(positions.start, positions.stop), positions.step
+                )
+            else:
+                index = layout.to_index(np.arange(positions.start, positions.stop, positions.step))
+                x = xp.take(x, index, axis=axis)
+    if arrays:
+        x, keys = _take_together(arr, x, keys)
+    return x[tuple(keys)]
 
 
-def normalize_element_index(arr: Array, key: Any, axis: int) -> Any:
-    """Return a 1-D index (integers or booleans) of an axis of the values as integers >= 0."""
-    lib, size = arr.layout.backend, int(arr.values.shape[axis])
+def _array_of_list(arr: Array, key: Any) -> Any:
+    if not isinstance(key, list):
+        return key
+    host = np.asarray(key, dtype=None if key else np.int64)
+    return arr.layout.backend.from_host(host, None, arr.layout.device)
+
+
+def _needs_index(key: slice) -> bool:
+    if key.step is not None and operator.index(key.step) < 0:
+        return True
+    parts = (key.start, key.stop, key.step)
+    return any(p is not None and abs(operator.index(p)) >= 2**31 for p in parts)
+
+
+def _take_together(arr: Array, x: Any, keys: list[Any]) -> tuple[Any, list[Any]]:
+    """Index `x` by the arrays among the keys, and by integers beside them.
+
+    Return the result and the keys for its axes.
+    """
+    is_slice = [isinstance(k, slice) for k in keys]
+    first, last = is_slice.index(False), len(keys) - 1 - is_slice[::-1].index(False)
+    if True in is_slice[first:last]:
+        raise IndexError(
+            f"index: expected index arrays and integers on neighboring axes of {arr.shape}, got a slice between them; "
+            "index one axis after the other"
+        )
+    xp, sizes = arr.layout.xp, [int(n) for n in x.shape[first : last + 1]]
+    indices = [
+        operator.index(k) % sizes[i]
+        if _is_integer(k)
+        else normalize_element_index(arr, k, first + i, sizes[i])
+        for i, k in enumerate(keys[first : last + 1])
+    ]
+    lengths = {int(k.shape[0]) for k in indices if not isinstance(k, int)}
+    if len(lengths - {1}) > 1:
+        raise IndexError(
+            f"index: expected index arrays of one length, got lengths {sorted(lengths)}; index one axis after the other "
+            "for all combinations"
+        )
+    index: Any = 0
+    for i, size in zip(indices, sizes, strict=True):
+        index = index * size + i
+    shape = (*x.shape[:first], math.prod(sizes), *x.shape[last + 1 :])
+    taken = xp.take(xp.reshape(x, shape), index, axis=first)
+    return taken, [*keys[:first], FULL, *keys[last + 1 :]]
+
+
+def normalize_element_index(arr: Array, key: Any, axis: int, size: int) -> Any:
+    """Return a 1-D index (integers or booleans) as integers >= 0.
+
+    It is an index of an axis with `size` entries, of the values or of a row of them.
+    """
+    lib = arr.layout.backend
     xp, where = lib.xp, f"on axis {axis + 1} of {arr.shape}"
     if backend(key) is not lib or key.dtype == xp.bool:
         host = backend(key).read(key)

@@ -44,6 +44,8 @@ MAX_SCORES = 1 << 16  # scores of one chunk and one key tile
 #: Bytes of the tiles of a range of rows, unless the queries, keys and values are larger.
 MAX_TILE_BYTES = 1 << 25
 
+MAX_WINDOW = 1 << 30  # keys on one side of a query; no row is as long
+
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -174,14 +176,16 @@ def check_per_head(name: str, x: Any, q: Array) -> None:
 def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | None]:
     """Return a window as (left, right); right is 0 for causal calls.
 
-    An integer w, for causal calls only, means the last w keys.
+    An integer w, for causal calls only, means the last w keys. A side that is longer than any row
+    is unbounded, so that sums of positions and sides fit into int32.
     """
     if window is None:
         return None, 0 if causal else None
     if not isinstance(window, tuple):
         if not causal:
             raise ValueError(f"window: expected (left, right) without causal, got {window!r}")
-        return check_integer("window", window, 1, of=" key, the query's own position") - 1, 0
+        last = check_integer("window", window, 1, of=" key, the query's own position")
+        return (None if last > MAX_WINDOW else last - 1), 0
     if len(window) != 2:
         raise ValueError(f"window: expected (left, right), got {window}")
     of = ", or None for no bound"
@@ -189,6 +193,7 @@ def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | No
         None if n is None else check_integer(f"window[{i}]", n, 0, of=of)
         for i, n in enumerate(window)
     )
+    left, right = (None if n is None or n >= MAX_WINDOW else n for n in (left, right))
     return left, 0 if causal else right
 
 
