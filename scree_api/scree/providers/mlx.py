@@ -1,14 +1,26 @@
-"""MLX: sums of short rows by scatter-add."""
+"""MLX: sums of short rows by scatter-add, and the error of operators with an MLX array first."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
+from ..array import Array
 from ..backends.mlx import BACKEND
 from ..dispatch.registry import register_kernel
 from ..ops.segment import SegmentCall
 
 MAX_LENGTH = 4  # longest row for which a scatter is as fast as tiles
+
+
+def _refuse_conversion(self: Array) -> NoReturn:
+    raise TypeError(
+        "mx.array: expected the ragged array first, as in ragged == dense, got an MLX array first, which never asks the "
+        "ragged array; put it first, or use a function of scree.namespace(ragged), such as xp.subtract(dense, ragged)"
+    )
+
+
+# MLX calls this method in its operators. Without it, `dense == ragged` is False.
+Array.__mlx_array__ = _refuse_conversion  # type: ignore[attr-defined]
 
 
 def _rejects(call: SegmentCall) -> str | None:
