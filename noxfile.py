@@ -70,6 +70,16 @@ def conformance(session: nox.Session, backend: str) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Compare random calls with the oracle on every library.
+
+    `fuzz -- --minutes 30 --seed 7` sets the time and the first case.
+    """
+    session.install("-c", "constraints.txt", "-e", ".[test,torch,jax,mlx]")
+    session.run("python", "-m", "scree_conformance", "fuzz", *session.posargs)
+
+
+@nox.session
 def opinfo(session: nox.Session) -> None:
     """Compare scree with PyTorch on every sample of PyTorch's own nested-tensor database."""
     install(session, "torch")

@@ -1,4 +1,7 @@
-"""Run the suite against one library or kernel provider: ``python -m scree_conformance``."""
+"""Run the suite against one library or kernel provider: ``python -m scree_conformance``.
+
+``python -m scree_conformance fuzz`` runs random calls instead; see `fuzz`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import Any
 
 import scree
 
-from . import coverage, loopback
+from . import coverage, fuzz, loopback
 from .backends import LIBRARIES, load
 from .bench import Bench, Rejected
 from .suite import cases
@@ -126,6 +129,9 @@ def show(title: str, results: dict[str, OutcomeCounts]) -> None:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return 1 if a case failed or no case ran."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["fuzz"]:
+        return fuzz.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m scree_conformance", description=__doc__)
     parser.add_argument(
         "--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)"
@@ -144,7 +150,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         metavar="FILE",
         help="put the outcome of each function into this JSON file",
     )
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    options = parser.parse_args(arguments)
     if options.coverage is not None and (options.only or options.kernel):
         parser.error("--coverage: expected a run of all operations, without --only and --kernel")
     start = time.perf_counter()

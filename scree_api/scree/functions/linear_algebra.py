@@ -85,12 +85,13 @@ def _grouped_matmul(call: GroupedCall) -> Array:
     x, layout, xp = call.x, call.x.layout, call.x.layout.xp
     _, k, m = (int(n) for n in call.weight.shape)
     if 0 in (x.batch_size, x.total_length, k, m):
-        zeros = xp.zeros((x.total_length, m), dtype=x.dtype, device=layout.device)
-        return x.with_values(zeros)
+        return _zeros(x, m)
     size = max(tile_size(layout, TILE), 1)
     tiles = layout.tiles(size)
     step = max(1, MAX_WEIGHTS // max(k * m, size * k))
     count, parts = int(tiles.tokens.shape[0]), []
+    if count == 0:  # all tokens are in the tail
+        return _zeros(x, m)
     for i in range(0, count, step):
         part = slice(i, min(i + step, count))
         part_tiles = tiles._replace(tokens=tiles.tokens[part, :], valid=tiles.valid[part, :])
@@ -99,6 +100,11 @@ def _grouped_matmul(call: GroupedCall) -> Array:
     out = parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
     out = xp.reshape(out, (count * size, m))
     return x.with_values(xp.take(out, layout.tile_slots(size), axis=0))
+
+
+def _zeros(x: Array, width: int) -> Array:
+    shape = (x.total_length, width)
+    return x.with_values(x.layout.xp.zeros(shape, dtype=x.dtype, device=x.layout.device))
 
 
 def _promoted_dtype(std: Standard, a: Any, b: Any) -> Any:

@@ -323,7 +323,7 @@ def _index_axes(arr: Array, x: Any, keys: list[Any]) -> Any:
                 f"index: expected integers, slices or 1-D arrays on the element axes, got {type(keys[axis]).__name__}"
             )
     for axis, k in enumerate(keys):
-        if isinstance(k, slice) and _needs_index(k):
+        if isinstance(k, slice) and _is_out_of_bounds(k, x.shape[axis]):
             positions = range(*k.indices(int(x.shape[axis])))
             keys[axis] = FULL
             if positions.step > 0:
@@ -345,11 +345,13 @@ def _array_of_list(arr: Array, key: Any) -> Any:
     return arr.layout.backend.from_host(host, None, arr.layout.device)
 
 
-def _needs_index(key: slice) -> bool:
+def _is_out_of_bounds(key: slice, size: Any) -> bool:
+    """Return whether some library does not take the slice of an axis of this size."""
     if key.step is not None and operator.index(key.step) < 0:
         return True
+    limit = size if type(size) is int else 2**31 - 1  # a compiler may know no size
     parts = (key.start, key.stop, key.step)
-    return any(p is not None and abs(operator.index(p)) >= 2**31 for p in parts)
+    return any(p is not None and abs(operator.index(p)) > limit for p in parts)
 
 
 def _take_together(arr: Array, x: Any, keys: list[Any]) -> tuple[Any, list[Any]]:

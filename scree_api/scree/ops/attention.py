@@ -356,13 +356,13 @@ def _attention(call: AttentionCall) -> Any:
     xp, wide = layout.xp, accumulation_dtype(layout.xp, q.values.dtype)
     # Without rows, queries or keys.
     if 0 in (q.offsets.shape[0] - 1, q.values.shape[0], call.k.values.shape[0]):
-        return _empty_result(call, wide)
+        return empty_result(call)
     size = min(QUERY_TILE, _length_bound(layout, "q"))
     q_host, k_host = layout.host_offsets, k_layout.host_offsets
     is_known = q_host is not None and k_host is not None
     if q_host is not None and k_host is not None:
         if 0 in (q_host[-1], k_host[-1]):
-            return _empty_result(call, wide)  # all tokens are in the tail
+            return empty_result(call)  # all tokens are in the tail
         bounds = _row_bounds(call, size, q_host, k_host)
         if bounds is not None:
             return _attend_ranges(call, bounds)
@@ -430,13 +430,20 @@ def _attend_ranges(call: AttentionCall, bounds: np.ndarray) -> Any:
     return tuple(joined) if call.return_lse else joined[0]
 
 
-def _empty_result(call: AttentionCall, wide: Any) -> Any:
+def empty_result(call: AttentionCall) -> Any:
+    """Return the result of a call in which no query sees a key.
+
+    It depends on the inputs, so that a library that records a graph finds a gradient of 0.
+    """
     q, v, xp = call.q, call.v, call.q.layout.xp
     shape, device = tuple(q.values.shape[:2]), q.layout.device
-    zeros = xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=device)
+    wide = accumulation_dtype(xp, q.values.dtype)
+    zero = sum(xp.sum(x.values[:0, ...]) for x in (q, call.k, v))
+    out = q.with_values(xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=device) + zero)
+    if not call.return_lse:
+        return out
     lse = xp.full(shape, -float("inf"), dtype=wide, device=device)
-    out = q.with_values(zeros)
-    return (out, q.with_values(lse)) if call.return_lse else out
+    return out, q.with_values(lse + xp.astype(zero, wide, copy=False))
 
 
 def _length_bound(layout: Layout, name: str) -> int:
@@ -538,7 +545,7 @@ def _attend(
     """
     xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
     num_tiles, size = schedule.tokens[chunk, :].shape
-    q = _query_tiles(call, schedule.tokens[chunk, :], wide)
+    q = _query_tiles(call, schedule.tokens[chunk, :], schedule.last_key[chunk, :] >= 0, wide)
     state: _OnlineSoftmax | None = None
     finished: list[_OnlineSoftmax] = []
     for step, active, is_masked in _key_tile_steps(call, schedule, chunk):
@@ -595,8 +602,12 @@ def _attend(
     return to_queries(out), to_queries(lse)[..., 0]
 
 
-def _query_tiles(call: AttentionCall, tokens: Any, dtype: Any) -> Any:
-    """Return the scaled queries (tiles, num_kv_heads, head_dim, groups * size) at `tokens`."""
+def _query_tiles(call: AttentionCall, tokens: Any, sees_a_key: Any, dtype: Any) -> Any:
+    """Return the scaled queries (tiles, num_kv_heads, head_dim, groups * size) at `tokens`.
+
+    Queries that see no key are 0. Some of them are of another row: with NaN their gradient, 0, would
+    make the gradient of the keys NaN.
+    """
     xp, kv_heads, dim, (tiles, size) = (
         call.q.layout.xp,
         call.num_kv_heads,
@@ -604,6 +615,7 @@ def _query_tiles(call: AttentionCall, tokens: Any, dtype: Any) -> Any:
         tokens.shape,
     )
     q = xp.take(call.q.values, xp.reshape(tokens, (-1,)), axis=0)
+    q = xp.where(xp.reshape(sees_a_key, (-1, 1, 1)), q, xp.zeros_like(q))
     q = xp.astype(q, dtype, copy=False) * call.scale
     q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, -1, dim)), (0, 2, 4, 3, 1))
     return xp.reshape(q, (tiles, kv_heads, dim, -1))

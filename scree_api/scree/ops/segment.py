@@ -103,6 +103,9 @@ def _segment_reduce(call: SegmentCall) -> Any:
         return segment_reduce(call.op, is_nonzero(xp, call.values), layout, dtype=call.dtype)
     if layout.num_rows == 0 or 0 in call.values.shape:
         empty = _empty(call, call.accumulation_dtype)
+        if xp.isdtype(call.values.dtype, "real floating"):
+            # The sum of no tokens is 0, and belongs to the graph of a library that records one.
+            empty = empty + xp.astype(xp.sum(call.values[:0, ...], axis=0), empty.dtype, copy=False)
         return xp.broadcast_to(empty, (layout.num_rows, *call.values.shape[1:]))
     return map_rows(partial(_reduce_tiles, call), Array.from_layout(call.values, layout))
 

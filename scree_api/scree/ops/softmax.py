@@ -148,7 +148,12 @@ def _softmax(call: SoftmaxCall) -> Array:
 
 def _softmax_of_rows(x: Array) -> Any:
     _, weights, _, total = _exponentials(x)
-    return _like(x, weights / x.layout.per_token(total) if x.layout.num_rows else weights)
+    if x.layout.num_rows == 0:
+        return _like(x, weights)
+    totals = x.layout.per_token(total)
+    # The tail has the total of the last row, which may be 0 or NaN.
+    totals = mask_tail(Array.from_layout(totals, x.layout), totals, 1)
+    return _like(x, weights / totals)
 
 
 @define_operation("log_softmax", SoftmaxCall)

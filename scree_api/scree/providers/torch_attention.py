@@ -12,7 +12,7 @@ from ..array import Array
 from ..backends.torch import BACKEND
 from ..dispatch.registry import register_kernel
 from ..layout import Layout, has_same_rows
-from ..ops.attention import AttentionCall
+from ..ops.attention import AttentionCall, empty_result
 
 
 def rejects(call: AttentionCall) -> str | None:
@@ -44,7 +44,7 @@ def sdpa(call: AttentionCall) -> Array:
         return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
     buckets = call.q.layout.buckets(padded=False)
     if not buckets.batches:
-        return call.q
+        return empty_result(call)
     shapes = [tokens.shape for tokens, _ in buckets.batches]
     order = torch.cat([tokens.reshape(-1) for tokens, _ in buckets.batches])
 
