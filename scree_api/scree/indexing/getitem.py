@@ -298,10 +298,11 @@ def _elements(arr: Array, keys: list[Any]) -> Array:
     keys = [FULL if axis == dim else k for axis, k in enumerate(keys)]
     if all(_is_full(k) for k in keys):
         return arr
-    arrays = [
-        axis for axis, k in enumerate(keys) if not isinstance(k, slice) and not _is_integer(k)
-    ]
-    removed = sum(_is_integer(k) for k in keys[:dim]) + max(sum(a < dim for a in arrays) - 1, 0)
+    removed = 0
+    if dim:  # several index arrays become one axis
+        integers = [_is_integer(k) for k in keys]
+        arrays = [a for a, k in enumerate(keys) if not integers[a] and not isinstance(k, slice)]
+        removed = sum(integers[:dim]) + max(sum(a < dim for a in arrays) - 1, 0)
     return arr.with_values(_index_axes(arr, arr.values, keys), ragged_dim=dim - removed)
 
 
@@ -309,33 +310,30 @@ def _index_axes(arr: Array, x: Any, keys: list[Any]) -> Any:
     """Return ``x[keys]`` for `x`, the values or a row of `arr`, with one key per axis.
 
     Several index arrays are broadcast together, as in NumPy, and have to be next to each other.
-    Some libraries support neither negative steps nor large bounds.
+    Some libraries support neither negative steps nor bounds beyond the axis.
     """
-    layout = arr.layout
-    xp, keys = layout.xp, [_array_of_list(arr, k) for k in keys]
-    _in_bounds(arr, x.shape, keys)
-    arrays = [
-        axis for axis, k in enumerate(keys) if not isinstance(k, slice) and not _is_integer(k)
-    ]
-    for axis in arrays:
-        if not is_array(keys[axis]) or keys[axis].ndim != 1:
-            raise TypeError(
-                f"index: expected integers, slices or 1-D arrays on the element axes, got {type(keys[axis]).__name__}"
-            )
+    shape, arrays = x.shape, False
     for axis, k in enumerate(keys):
-        if isinstance(k, slice) and _is_out_of_bounds(k, x.shape[axis]):
-            positions = range(*k.indices(int(x.shape[axis])))
-            keys[axis] = FULL
-            if positions.step > 0:
-                keys[axis] = slice(
-                    positions.start, max(positions.start, positions.stop), positions.step
-                )
-            else:
-                index = layout.to_index(np.arange(positions.start, positions.stop, positions.step))
-                x = xp.take(x, index, axis=axis)
+        if isinstance(k, slice):
+            if k != FULL and _is_out_of_bounds(k, shape[axis]):
+                x, keys[axis] = _slice_axis(arr, x, k, axis)
+        elif type(k) is not int or not -shape[axis] <= k < shape[axis]:
+            arrays = True
     if arrays:
-        x, keys = _take_together(arr, x, keys)
+        keys = [_array_of_list(arr, k) for k in keys]
+        _in_bounds(arr, shape, keys)
+        if not all(isinstance(k, slice) or _is_integer(k) for k in keys):
+            x, keys = _take_together(arr, x, keys)
     return x[tuple(keys)]
+
+
+def _slice_axis(arr: Array, x: Any, key: slice, axis: int) -> tuple[Any, slice]:
+    """Slice an axis as far as libraries cannot; return the result and the slice that remains."""
+    layout, positions = arr.layout, range(*key.indices(int(x.shape[axis])))
+    if positions.step > 0:
+        return x, slice(positions.start, max(positions.start, positions.stop), positions.step)
+    index = layout.to_index(np.arange(positions.start, positions.stop, positions.step))
+    return layout.xp.take(x, index, axis=axis), FULL
 
 
 def _array_of_list(arr: Array, key: Any) -> Any:
@@ -359,6 +357,11 @@ def _take_together(arr: Array, x: Any, keys: list[Any]) -> tuple[Any, list[Any]]
 
     Return the result and the keys for its axes.
     """
+    for k in keys:
+        if not (isinstance(k, slice) or _is_integer(k) or (is_array(k) and k.ndim == 1)):
+            raise TypeError(
+                f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}"
+            )
     is_slice = [isinstance(k, slice) for k in keys]
     first, last = is_slice.index(False), len(keys) - 1 - is_slice[::-1].index(False)
     if True in is_slice[first:last]:

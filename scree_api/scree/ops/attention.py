@@ -371,7 +371,7 @@ def _attention(call: AttentionCall) -> Any:
     tiles = k_layout.tiles(KEY_TILE)
     k_tiles, v_tiles = (_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v))
     chunks = _chunks(call, schedule)
-    is_finite = call.window == (None, None) or all(map(_is_known_finite, (call.k, call.v)))
+    is_finite = _are_known_finite(call, k_tiles, v_tiles)
     parts = [_attend(call, schedule, chunk, k_tiles, v_tiles, wide, is_finite) for chunk in chunks]
 
     def to_tokens(blocks: list[Any], dtype: Any) -> Array:
@@ -383,10 +383,17 @@ def _attention(call: AttentionCall) -> Any:
     return (out, to_tokens([part[1] for part in parts], wide)) if call.return_lse else out
 
 
-def _is_known_finite(x: Array) -> bool:
-    """Return whether all values are known, without waiting for a device, to be finite."""
-    xp, backend = x.layout.xp, x.layout.backend
-    return not backend.is_compiling() and bool(backend.peek(xp.all(xp.isfinite(x.values))))
+def _are_known_finite(call: AttentionCall, k_tiles: Any, v_tiles: Any) -> bool:
+    """Return whether queries, keys and values are known, without waiting for a device, to be finite.
+
+    A sum may overflow; then they count as not finite.
+    """
+    xp, backend = call.q.layout.xp, call.q.layout.backend
+    if backend.is_compiling():
+        return False
+    return bool(
+        backend.peek(xp.isfinite(xp.sum(call.q.values) + xp.sum(k_tiles) + xp.sum(v_tiles)))
+    )
 
 
 def _row_bounds(
@@ -541,11 +548,12 @@ def _attend(
     """Return a chunk's output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads).
 
     Scores are keys by queries, (tiles, num_kv_heads, KEY_TILE, groups * size), so that maxima and
-    sums run along the slow axis. `is_finite` tells that all keys and values are known to be finite.
+    sums run along the slow axis. `is_finite` tells that the inputs are known to be finite.
     """
     xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
     num_tiles, size = schedule.tokens[chunk, :].shape
-    q = _query_tiles(call, schedule.tokens[chunk, :], schedule.last_key[chunk, :] >= 0, wide)
+    sees_a_key = None if is_finite else schedule.last_key[chunk, :] >= 0
+    q = _query_tiles(call, schedule.tokens[chunk, :], sees_a_key, wide)
     state: _OnlineSoftmax | None = None
     finished: list[_OnlineSoftmax] = []
     for step, active, is_masked in _key_tile_steps(call, schedule, chunk):
@@ -605,8 +613,8 @@ def _attend(
 def _query_tiles(call: AttentionCall, tokens: Any, sees_a_key: Any, dtype: Any) -> Any:
     """Return the scaled queries (tiles, num_kv_heads, head_dim, groups * size) at `tokens`.
 
-    Queries that see no key are 0. Some of them are of another row: with NaN their gradient, 0, would
-    make the gradient of the keys NaN.
+    Queries that see no key become 0, unless `sees_a_key` is None. Some of them are of another row:
+    with NaN their gradient, 0, would make the gradient of the keys NaN.
     """
     xp, kv_heads, dim, (tiles, size) = (
         call.q.layout.xp,
@@ -615,7 +623,8 @@ def _query_tiles(call: AttentionCall, tokens: Any, sees_a_key: Any, dtype: Any) 
         tokens.shape,
     )
     q = xp.take(call.q.values, xp.reshape(tokens, (-1,)), axis=0)
-    q = xp.where(xp.reshape(sees_a_key, (-1, 1, 1)), q, xp.zeros_like(q))
+    if sees_a_key is not None:
+        q = xp.where(xp.reshape(sees_a_key, (-1, 1, 1)), q, xp.zeros_like(q))
     q = xp.astype(q, dtype, copy=False) * call.scale
     q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, -1, dim)), (0, 2, 4, 3, 1))
     return xp.reshape(q, (tiles, kv_heads, dim, -1))

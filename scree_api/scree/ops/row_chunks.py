@@ -15,7 +15,7 @@ import numpy as np
 from ..array import Array
 from ..layout import Layout
 
-MAX_BYTES = 1 << 25  # estimated temporary memory of one range of rows
+MAX_BYTES = 3 << 24  # estimated temporary memory of one range of rows
 MAX_CHUNKS = 16
 ELEMENT_BYTES = 24  # temporary memory per element
 INDEX_BYTES = 64  # indices per token, and per row

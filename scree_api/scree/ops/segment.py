@@ -118,7 +118,8 @@ def _empty(call: SegmentCall, dtype: Any) -> Any:
 
 def _reduce_tiles(call: SegmentCall, x: Array) -> Any:
     layout, xp, dtype = x.layout, x.layout.xp, call.accumulation_dtype
-    values, empty = xp.astype(x.values, dtype, copy=False), _empty(call, dtype)
+    values = x.values if x.values.dtype == dtype else xp.astype(x.values, dtype)
+    empty = _empty(call, dtype)
     options = {"dtype": dtype} if call.op in SCANS else {}
     reduce = partial(getattr(xp, call.op), axis=1, **options)
     reduced = _reduce_nonempty_rows(reduce, values, layout, empty)
@@ -129,18 +130,19 @@ def _reduce_nonempty_rows(
     reduce: Callable[[Any], Any], values: Any, layout: Layout, empty: Any
 ) -> Any:
     """Return (n, ...) the reduction of each row; any number for an empty row."""
-    xp = layout.xp
+    xp, size = layout.xp, tile_size(layout)
     while layout.max_length_bound > 1:
-        size = tile_size(layout)
         tiles = layout.tiles(size)
         values = reduce(gather_tiles(xp, values, tiles, empty))
-        if size < TILE and (long_rows := find_long_rows(layout, tiles.layout, size)) is not None:
+        long_rows = find_long_rows(layout, tiles.layout, size)
+        if long_rows is not None:
             firsts = xp.take(values, tiles.layout.clip(tiles.layout.offsets[:-1]), axis=0)
             values = xp.take(values, long_rows.tokens, axis=0)
             reduced = _reduce_nonempty_rows(reduce, values, long_rows.layout, empty)
             is_long = append_axes(xp, long_rows.is_long, firsts.ndim)
             return xp.where(is_long, xp.take(reduced, long_rows.slots, axis=0), firsts)
         layout = tiles.layout
+        size = min(TILE, layout.max_length_bound)
     return xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
 
 
@@ -168,9 +170,10 @@ class LongRows(NamedTuple):
 def find_long_rows(layout: Layout, tiles: Layout, size: int) -> LongRows | None:
     """Return the rows of `tiles`, the tiles of `layout`, with more than one tile.
 
-    None under a compiler. With many short rows few rows go on to the next reduction.
+    With many short rows few rows go on to the next reduction. None if there are no such rows, if the
+    tiles are not small because rows are short, or under a compiler.
     """
-    if layout.backend.is_compiling():
+    if size >= min(TILE, layout.max_length_bound) or layout.backend.is_compiling():
         return None
     # A row with more than one tile has at least size + 1 tokens.
     most_rows = layout.total // (size + 1)
@@ -304,10 +307,10 @@ def _scan_rows(call: SegmentCall, x: Array) -> Any:
     return xp.astype(scanned, call.dtype, copy=False)
 
 
-def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:
+def _scan_tiles(op: str, values: Any, layout: Layout, size: int | None = None) -> Any:
     if layout.max_length_bound <= 1 or layout.num_rows == 0 or layout.total == 0:
         return values
-    xp, size = layout.xp, tile_size(layout)
+    xp, size = layout.xp, tile_size(layout) if size is None else size
     tiles = layout.tiles(size)
     neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.device)
     inside = gather_tiles(xp, values, tiles, neutral)
@@ -326,18 +329,19 @@ def _scan_before_tiles(
 
     `totals` are the sums or products of the tiles. The result is None if no row has two tiles.
     """
+    if tiles.layout.max_length_bound <= 1:
+        return None
     xp, is_later = layout.xp, append_axes(layout.xp, tiles.starts > 0, totals.ndim)
-    if size < TILE and not layout.backend.is_compiling():
-        long_rows = find_long_rows(layout, tiles.layout, size)
-        if long_rows is None:
-            return None
+    long_rows = find_long_rows(layout, tiles.layout, size)
+    if long_rows is not None:
         totals = xp.take(totals, long_rows.tokens, axis=0)
         inclusive = _scan_tiles(op, totals, long_rows.layout)
         first = xp.take(long_rows.layout.offsets, long_rows.slots, axis=0)
         earlier = xp.take(first, tiles.rows, axis=0) + tiles.layout.positions - 1
         exclusive = xp.take(inclusive, long_rows.layout.clip(earlier), axis=0)
     else:
-        inclusive = _scan_tiles(op, totals, tiles.layout)
+        longest = tiles.layout.max_length_bound
+        inclusive = _scan_tiles(op, totals, tiles.layout, min(TILE, longest))
         start = xp.broadcast_to(neutral, (1, *inclusive.shape[1:]))
         exclusive = xp.concat([start, inclusive[:-1, ...]], axis=0)
     return xp.where(is_later, exclusive, neutral)[:, None, ...]
