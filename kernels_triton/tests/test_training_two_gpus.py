@@ -72,10 +72,9 @@ def batches(rank, world):
         offsets = torch.tensor([0, *map(len, own)]).cumsum(0).to(torch.int32).cuda()
         share = sum(map(len, own)) / sum(map(len, rows))
         # Three of ten labels are noise, so that the loss stays far above 0.
-        noise = torch.cat([torch.rand(len(row), generator=generator) for row in rows])
-        is_noise = torch.cat([*noise.split([*map(len, rows)])][rank::world]) < 0.3
-        labels = torch.where(is_noise, tokens.cpu().roll(3), pattern[tokens.cpu()]).cuda()
-        yield tokens, offsets, labels, share
+        noise = [torch.rand(len(row), generator=generator) < 0.3 for row in rows]
+        labels = [torch.where(n, row.roll(1), pattern[row]) for n, row in zip(noise, rows)]
+        yield tokens, offsets, torch.cat(labels[rank::world]).cuda(), share
 
 
 def wrap(model, kind, dtype, world, compiled):
