@@ -1,7 +1,12 @@
 """Files of ragged arrays: round trips, other readers, memory mapping, and errors for damage."""
 
 import json
+import subprocess
+import sys
+import time
+import tracemalloc
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +140,7 @@ def test_load_truncated_file_raises(suffix: str, tmp_path: Path) -> None:
 def test_load_file_with_a_wrong_byte_raises_or_is_valid(suffix: str, tmp_path: Path) -> None:
     """Change single bytes: no crash, and nothing outside the file is read.
 
-    A wrong byte of the values may go unnoticed, as safetensors has no checksums.
+    A wrong byte of memory-mapped values is noticed on request.
     """
     path = tmp_path / f"x.{suffix}"
     scree.save(path, make("uint8"))
@@ -153,6 +158,9 @@ def test_load_file_with_a_wrong_byte_raises_or_is_valid(suffix: str, tmp_path: P
                 arr = arr if isinstance(arr, scree.Array) else next(iter(arr.values()))
                 arr.validate()
                 assert arr.values.nbytes + arr.offsets.nbytes <= len(content)
+                if not np.array_equal(arr.values, make("uint8").values):
+                    with pytest.raises(ValueError, match="the checksum of the array does not"):
+                        scree.load(path, verify="all")
 
 
 def header(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -201,10 +209,15 @@ def test_load_decreasing_offsets_raises(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     scree.save(path, make())
     metadata = header(path)[0]["__metadata__"]
+    entry = {"rows": "", "ragged_dim": 0, "max_length": None}
+    metadata["scree"] = json.dumps({"": entry})  # without checksums
     offsets = np.asarray([0, 9, 3, 5, 6], dtype=np.int32)
     safetensors.save_file({"values": make().values, "offsets": offsets}, path, metadata=metadata)
     with pytest.raises(ValueError, match="never fall"):
         scree.load(path)
+
+
+METADATA = json.dumps({"": {"rows": "", "ragged_dim": 0, "max_length": None}})
 
 
 def test_load_never_unpickles(tmp_path: Path) -> None:
@@ -213,7 +226,7 @@ def test_load_never_unpickles(tmp_path: Path) -> None:
         path,
         values=np.asarray([object()]),
         offsets=np.zeros(1, np.int32),
-        scree=np.frombuffer(b"{}", np.uint8),
+        scree=np.frombuffer(METADATA.encode(), np.uint8),
     )
     with pytest.raises(ValueError, match="path: expected"):
         scree.load(path)
@@ -236,7 +249,8 @@ def test_invalid_argument_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="arrays: expected names without dots"):
         scree.save(tmp_path / "x.npz", {"a.b": make()})
     with pytest.raises(
-        ValueError, match="arrays: expected names without dots, and not empty, got 3"
+        ValueError,
+        match="arrays: expected names without dots, NUL and surrogates, and not empty, got 3",
     ):
         scree.save(tmp_path / "x.npz", {3: make()})  # type: ignore[dict-item]
     with pytest.raises(
@@ -249,3 +263,149 @@ def test_invalid_argument_raises(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="values: safetensors has no complex128"):
         scree.save(tmp_path / "x.safetensors", make("complex128"))
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- checksums
+@pytest.mark.needs("jax")
+def test_load_wrong_value_raises_where_values_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    scree.save(path, make())
+    content = bytearray(path.read_bytes())
+    content[-(make().offsets.nbytes + 5)] ^= 1  # in the values
+    path.write_bytes(content)
+    scree.load(path)  # memory-mapped
+    scree.load(path, verify=False)
+    for arguments in (dict(library="jax"), dict(verify="all")):
+        with pytest.raises(ValueError, match="the checksum of the array does not match"):
+            scree.load(path, **arguments)
+    scree.load(path, "jax", verify=False)
+
+
+def test_load_wrong_metadata_raises(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    scree.save(path, make("float32"))
+    content = path.read_bytes()
+    for old, new in ((b'"F32"', b'"I32"'), (b'max_length\\": 7', b'max_length\\": 6')):
+        assert content.count(old) >= 1
+        path.write_bytes(content.replace(old, new, 1))
+        with pytest.raises(ValueError, match="checksum"):
+            scree.load(path)
+
+
+def test_load_invalid_verify_raises(tmp_path: Path) -> None:
+    scree.save(tmp_path / "x.npz", make())
+    with pytest.raises(ValueError, match='verify: expected True, False or "all", got 1'):
+        scree.load(tmp_path / "x.npz", verify=1)
+
+
+# ---------------------------------------------------------------- writers
+def test_save_threads_never_mix_files(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    arrays = [scree.from_lengths(np.full(1000 + i, i), [500, 500 + i]) for i in range(8)]
+
+    def write(arr: scree.Array) -> None:
+        for _ in range(20):
+            scree.save(path, arr)
+            loaded = scree.load(path, verify="all")
+            assert loaded.values.size == 1000 + loaded.values[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, arrays))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+KILLED = """
+import sys, numpy as np, scree
+arr = scree.from_lengths(np.arange(300_000), [100_000, 200_000])
+print("ready", flush=True)
+while True:
+    scree.save(sys.argv[1], arr)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
+def test_save_killed_process_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    scree.save(path, make())
+    for i in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.003 * i)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        assert scree.load(path, verify="all").batch_size in (2, len(LENGTHS))
+    assert len(list(tmp_path.iterdir())) <= 2
+
+
+def test_save_writes_through_no_link_and_keeps_the_mode(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "x.npz"
+    victim.write_text("untouched")
+    path.symlink_to(victim)
+    scree.save(path, make())
+    assert victim.read_text() == "untouched"
+    assert not path.is_symlink()
+    path.chmod(0o640)
+    scree.save(path, make())
+    assert path.stat().st_mode & 0o777 == 0o640
+    scree.save(tmp_path / "new.npz", make())
+    (tmp_path / "other").touch()
+    modes = [(tmp_path / name).stat().st_mode for name in ("new.npz", "other")]
+    assert modes[0] == modes[1]
+
+
+def test_save_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    scree.save(path, make())
+    with pytest.raises(TypeError, match="complex128"):
+        scree.save(path, make("complex128"))
+    assert_same(scree.load(path), make())
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# ---------------------------------------------------------------- cost
+def test_load_many_arrays_holds_one_file_descriptor(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "x.safetensors"
+    scree.save(path, {f"a{i}": make() for i in range(600)})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        assert len(scree.load(path)) == 600
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_load_ignores_members_that_no_array_names(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    scree.save(path, make())
+    with (
+        zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file,
+        file.open("bomb.npy", "w", force_zip64=True) as member,
+    ):
+        np.lib.format.write_array(member, np.zeros(1 << 27, np.uint8))
+    tracemalloc.start()
+    assert_same(scree.load(path), make())
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+def test_load_header_of_huge_integers_raises_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    number = "9" * 4000
+    text = f'{{"__metadata__": {{"scree": "{{}}"}}, "x": [{", ".join([number] * 700)}]}}'.encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="a number has 4000 digits"):
+        scree.load(path)
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a.b", ""])
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_save_name_that_files_cannot_hold_raises(suffix: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="arrays: expected names without dots, NUL"):
+        scree.save(tmp_path / f"x.{suffix}", {name: make()})
