@@ -59,3 +59,9 @@ def test_bucket_keeps_axes_dtypes_and_offsets() -> None:
     assert (padded.values[:, 5:] == -1).all()
     with pytest.raises(ValueError, match="growth"):
         scree.bucket(arr, growth=1)
+
+
+@pytest.mark.parametrize("growth", [1 + 1e-9, 1.001, float("inf")])
+def test_bucket_growth_that_does_not_end_raises(growth: float) -> None:
+    with pytest.raises(ValueError, match="growth: expected a"):
+        scree.bucket(scree.from_lengths(np.arange(5), [2, 3]), growth=growth)

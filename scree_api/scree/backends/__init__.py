@@ -227,6 +227,11 @@ def _register(lib: Backend) -> None:
 
 def _resolve(x: Any, name: str) -> Backend:
     library = _library(type(x))
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected an array without a mask, which would be lost, got a numpy.ma array; "
+            "pass x.filled(...) and select with ~x.mask"
+        )
     if library is None and not _is_standard(x):
         raise TypeError(
             f"{name}: expected a dense array of a library that follows the Array API standard, got {type(x).__name__}; "

@@ -54,7 +54,9 @@ def from_awkward(array: Any) -> Array:
             )
         layout = ak.to_layout(ak.drop_none(array, axis=0))
     layout = layout.project() if layout.is_indexed else layout
-    if not layout.is_list:
+    if (
+        not layout.is_list or layout.parameter("__array__") is not None
+    ):  # strings are lists of bytes
         raise TypeError(f"array: expected rows of numbers, n * var * T, got {ak.type(array)}")
     if not isinstance(layout, ak.contents.ListOffsetArray):
         layout = layout.to_ListOffsetArray64(True)

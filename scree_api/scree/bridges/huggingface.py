@@ -14,6 +14,7 @@ import numpy as np
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import check_shared_layout
+from ..indexing.getitem import drop_tail
 from ..layout import Layout
 from ..ops.padding import from_padded, to_padded
 from .dlpack import tokens_first, widest_integer
@@ -207,7 +208,8 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
         The entries of `DataCollatorWithFlattening`. ``input_ids`` (1, total), ``cu_seq_lens_q`` and
         ``cu_seq_lens_k`` share memory with the array; ``position_ids`` (1, total) is new.
         ``max_length_q`` and ``max_length_k`` are Python integers; unless `max_length` is known
-        they need the offsets to be read.
+        they need the offsets to be read. Tokens of a tail are left out; the offsets are read if it
+        is not known that there is none.
 
     Raises
     ------
@@ -224,7 +226,12 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
     >>> flat["position_ids"], flat["cu_seq_lens_k"], flat["max_length_q"]
     (array([[0, 1, 0, 1, 2]]), array([0, 2, 5], dtype=int32), 3)
     """
-    input_ids, layout = tokens_first(input_ids), input_ids.layout
+    if labels is not None:
+        check_shared_layout("labels", (input_ids, labels))
+    input_ids = tokens_first(input_ids)
+    if not input_ids.layout.has_no_tail:
+        input_ids, labels = drop_tail(input_ids), None if labels is None else drop_tail(labels)
+    layout = input_ids.layout
     if layout.max_length is None:
         layout.read_offsets()
     xp = layout.xp
@@ -239,6 +246,5 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
         "max_length_k": layout.max_length_bound,
     }
     if labels is not None:
-        check_shared_layout("labels", (positions, labels))
         batch["labels"] = xp.where(positions.values == 0, IGNORED_LABEL, labels.values)[None, :]
     return batch

@@ -6,6 +6,7 @@ the memory of a column that Arrow backs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -41,7 +42,8 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
     TypeError
         If `rows` is not a sequence of lists of numbers, or has a second ragged axis.
     ValueError
-        If there are no elements and `dtype` is None.
+        If there are no elements and `dtype` is None, or an integer or boolean `dtype` cannot hold an
+        element.
 
     Examples
     --------
@@ -63,21 +65,42 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
             )
     if rows and all(map(is_array, rows)):
         packed = pack(rows).to_numpy()
-        return packed if dtype is None else packed.with_values(packed.values.astype(dtype))
+        return packed if dtype is None else packed.with_values(_cast(packed.values, dtype))
     tokens = list(chain.from_iterable(rows))
     if not tokens and dtype is None:
         raise ValueError(
             "dtype: expected a dtype for rows without elements, from which none can be inferred"
         )
     try:
-        values = np.asarray(tokens, dtype=dtype)
+        values = np.asarray(tokens)
     except ValueError as error:
         raise TypeError(
             f"rows: expected elements of one shape, there is one ragged axis: {error}"
         ) from None
     if values.dtype.kind not in "biufcV":
         raise TypeError(f"rows: expected numbers or booleans, got elements of {values.dtype}")
+    values = values if dtype is None else _cast(values, dtype)
     return from_lengths(values, [len(row) for row in rows])
+
+
+def _cast(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return the values in another dtype; raise if an integer or boolean dtype cannot hold them.
+
+    Floating-point dtypes round.
+    """
+    target = np.dtype(dtype)
+    if target.kind in "fV" and values.dtype.kind != "c":
+        return values.astype(target)
+    with np.errstate(invalid="ignore", over="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
+        cast = values.astype(target)
+        differs = cast.astype(values.dtype) != values
+    if values.dtype.kind in "iuf" and target.kind in "iu":
+        differs |= (cast < 0) != (values < 0)  # of integers that wrap around both ways
+    if target.kind == "c" or not differs.any():
+        return cast
+    wrong = values[differs].reshape(-1)[0]
+    raise ValueError(f"dtype: expected one that holds all elements, got {target} for {wrong}")
 
 
 def to_lists(arr: Array) -> list[Any]:
@@ -145,7 +168,7 @@ def from_pandas(series: Any, dtype: Any = None) -> Array:
     from .arrow import from_arrow
 
     arr = from_arrow(series)
-    return arr if dtype is None else arr.with_values(arr.values.astype(dtype))
+    return arr if dtype is None else arr.with_values(_cast(arr.values, dtype))
 
 
 def to_pandas(arr: Array, *, index: Any = None, name: Any = None) -> Any:

@@ -14,6 +14,9 @@ from ..construct import pack
 from ..indexing.getitem import drop_tail
 from ..layout import Layout
 
+#: With a smaller ratio, neighbouring sizes below 100 would all differ.
+MIN_GROWTH = 1.01
+
 
 def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array, Any]:
     """Pad a batch to one of few shapes, so that a stream of batches is compiled few times.
@@ -29,7 +32,7 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     arr
         (n, None, ...) ragged array.
     growth
-        Ratio of one size to the next smaller one, greater than 1. A smaller ratio pads less and
+        Ratio of one size to the next smaller one, at least 1.01. A smaller ratio pads less and
         compiles more often.
     fill_value
         Value of the added tokens, a scalar of the dtype of `arr`.
@@ -46,7 +49,7 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
         If `arr` is not a ragged array, or its dtype cannot represent `fill_value`. Also under a
         trace, where the offsets cannot be read.
     ValueError
-        If `growth` is not greater than 1.
+        If `growth` is less than `MIN_GROWTH`.
 
     Examples
     --------
@@ -61,6 +64,11 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     fill_value = check_scalar("fill_value", fill_value, arr.values)
     layout, lengths = arr.layout, np.diff(arr.layout.read_offsets())
     growth = check_number("growth", growth, above=1)
+    if not MIN_GROWTH <= growth < math.inf:
+        raise ValueError(
+            f"growth: expected a finite number of at least {MIN_GROWTH}, got {growth}; "
+            "smaller ratios give nearly every size a shape of its own"
+        )
     total = _round_up(layout.total, growth)
     max_length = _round_up(int(lengths.max(initial=0)), growth)
     num_fill_tokens = total - layout.total

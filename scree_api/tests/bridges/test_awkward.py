@@ -79,3 +79,9 @@ def test_from_awkward_unsupported_array_raises(
 
 def test_from_ragged_of_an_array_of_ragged() -> None:
     assert from_ragged(ragged.array([[1.5], [], [2.0, 3.0]])).lengths.tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("rows", [["ab", "c"], [["ab"], ["c"]], [b"ab", b"c"]])
+def test_from_awkward_strings_raise(rows: Any) -> None:
+    with pytest.raises(TypeError, match="array: expected rows of numbers"):
+        scree.bridges.from_awkward(ak.Array(rows))

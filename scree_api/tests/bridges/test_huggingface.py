@@ -11,6 +11,7 @@ from ragged_cases import INSTALLED, arrays, assert_same, few_examples, make_valu
 import scree
 from scree.bridges import from_hf_flattened, from_hf_padded, to_hf_flattened, to_hf_padded, to_numpy
 from scree.bridges.dlpack import on_host
+from scree.layout import Layout
 
 LENGTHS = [3, 0, 2, 5]
 
@@ -190,3 +191,15 @@ def test_padded_round_trip_on_a_device(side: str, dtype: str, rest: tuple[int, .
     np.testing.assert_array_equal(padded.cpu().numpy(), expected)
     np.testing.assert_array_equal(mask.cpu().numpy(), expected_mask)
     assert_same(from_hf_padded(padded, mask).to_numpy(), arr)
+
+
+def test_to_hf_flattened_leaves_out_the_tail() -> None:
+    torch = pytest.importorskip("torch")
+    backend = scree.from_lengths(torch.arange(2), [2]).layout.backend
+    # As a compiled function returns it.
+    layout = Layout(backend, torch.tensor([0, 2, 4]), 6)
+    tail = scree.from_lengths(torch.arange(6), [6]).from_layout(torch.arange(6), layout)
+    batch = scree.bridges.to_hf_flattened(tail, labels=tail)
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[-100, 1, -100, 3]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1]]

@@ -62,3 +62,39 @@ def test_to_lists_of_every_library(library: str) -> None:
 def test_from_lists_invalid_rows_raise(rows: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         from_lists(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        ([np.asarray([300])], np.int8), ([[300]], np.int8), ([[-1]], np.uint8), ([[1.5]], np.int64),
+        ([[np.nan]], np.int32), ([[2**63]], np.int64), ([[-1]], np.uint64), ([[2]], np.bool_),
+        ([[1j]], np.int8), ([np.asarray([1e30], np.float32)], np.int64),
+    ],
+)  # fmt: skip
+def test_from_lists_elements_that_a_dtype_cannot_hold_raise(rows: Any, dtype: Any) -> None:
+    with pytest.raises(ValueError, match="dtype: expected one that holds all elements"):
+        scree.bridges.from_lists(rows, dtype)
+
+
+def test_from_lists_exact_and_rounding_conversions() -> None:
+    for rows, dtype in (([[1.0, 2.0]], np.int8), ([[1, 2]], np.float16), ([[0.1]], np.float32), ([[0, 1]], np.bool_)):  # fmt: skip
+        values = scree.bridges.from_lists(rows, dtype).values
+        assert values.dtype == dtype and np.array_equal(values, np.asarray(rows[0]).astype(dtype))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: scree.from_lengths(m, [1, 2]),
+        lambda m: scree.pack([m, m]),
+        lambda m: scree.bridges.from_lists([m, m]),
+        lambda m: scree.from_lengths(np.arange(3.0), [1, 2]).with_values(m),
+        lambda m: scree.from_lengths(np.arange(3.0), [1, 2]) + m[:1],
+        lambda m: scree.from_lengths(np.arange(6.0), np.ma.array([1, 5], mask=[0, 1])),
+        lambda m: scree.from_padded(np.ma.array(np.zeros((2, 3)), mask=True), lengths=[1, 2]),
+    ],
+)
+def test_masked_array_raises(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"without a mask, which would be lost.*x\.filled"):
+        make(np.ma.array(np.arange(3.0), mask=[0, 1, 0]))
