@@ -39,17 +39,27 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def generate(session: nox.Session) -> None:
-    """Write the list of the operations of `xp.ragged` from the modules in `ops`; `generate -- --check` only compares."""
+    """Write the generated modules: the operations of `xp.ragged`, and the typed namespace.
+
+    `generate -- --check` only compares.
+    """
+    session.install("ruff>=0.15", "-e", ".")
     session.run("python", "scree_api/generate_ragged.py", *session.posargs)
-    session.install("ruff>=0.15")
     session.run("ruff", "format", "scree_api/scree/ragged.py")
+    session.run("python", "scree_api/generate_standard.py", *session.posargs)
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Run strict mypy on `scree`; the array libraries are Any, so none has to be installed."""
-    session.install("mypy>=1.18", "-e", ".")
+    """Run strict mypy on `scree`, and mypy and pyright on the code of a user.
+
+    In `scree` the array libraries are Any, so none has to be installed. The typed namespace must be
+    current.
+    """
+    session.install("mypy>=1.18", "basedpyright>=1.31", "ruff>=0.15", "-e", ".")
     session.run("mypy")
+    session.run("python", "scree_api/generate_standard.py", "--check")
+    session.run("python", "scree_api/tests/typing/check.py")
 
 
 @nox.session

@@ -9,6 +9,15 @@ RAGGED = PACKAGE / "ragged.py"
 MODULES = {"construct": PACKAGE / "construct.py"} | {
     f"ops.{path.stem}": path for path in sorted(PACKAGE.glob("ops/[!_]*.py"))
 }
+TAIL = """if not TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(missing_from_operations(name, __all__))
+
+
+def __dir__() -> list[str]:
+    return __all__
+"""
 
 
 def public_names(path: Path) -> list[str]:
@@ -23,21 +32,24 @@ def public_names(path: Path) -> list[str]:
 def source() -> str:
     """Return the text of `scree.ragged`."""
     names = {module: sorted(public_names(path)) for module, path in MODULES.items()}
+    imports = names | {"hints": ["missing_from_operations"]}
     lines = [
         '"""`xp.ragged`: operations that the standard lacks; one module for every namespace.',
         "",
         "Written by ``nox -s generate`` from the modules in `scree.ops`.",
         '"""',
         "",
+        "from typing import TYPE_CHECKING, Any",
+        "",
     ]
-    for module, exported in names.items():
+    for module, exported in sorted(imports.items()):
         line = f"from .{module} import {', '.join(exported)}"
         if len(line) > 100:
             line = f"from .{module} import (\n    " + ",\n    ".join(exported) + ",\n)"
         lines += [line] if exported else []
     exported = sorted(name for group in names.values() for name in group)
-    lines += ["", "__all__ = [", *(f'    "{name}",' for name in exported), "]", ""]
-    return "\n".join(lines)
+    lines += ["", "__all__ = [", *(f'    "{name}",' for name in exported), "]", "", ""]
+    return "\n".join(lines) + TAIL
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 from . import bridges, functions, ragged
 from .array import Array
 from .bridges import methods as _methods  # noqa: F401 (attaches the methods of `Array` that convert)
+from .bridges.lists import from_lists
 from .dispatch.registry import register_kernel, unregister_kernel
 from .indexing.at import at
 from .namespace import namespace
 from .ragged import *  # noqa: F403
+from .standard import Namespace
 
 if TYPE_CHECKING:
-    from . import data
+    from . import data, xp
     from .data.bucket import bucket
     from .explanation import explain
     from .io import load, save
@@ -21,11 +23,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Array",
+    "Namespace",
     "at",
     "bridges",
     "bucket",
     "data",
     "explain",
+    "from_lists",
     "functions",
     "load",
     "namespace",
@@ -33,6 +37,7 @@ __all__ = [
     "register_kernel",
     "save",
     "unregister_kernel",
+    "xp",
 ]
 __all__ += ragged.__all__
 
@@ -43,15 +48,17 @@ _LAZY = {
     "explain": "explanation",
     "load": "io",
     "save": "io",
+    "xp": "xp",
 }
 
+if not TYPE_CHECKING:  # a type checker would accept every name
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_LAZY[name]}", __name__)
-    return module if name == _LAZY[name] else getattr(module, name)
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f".{_LAZY[name]}", __name__)
+        return module if name == _LAZY[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted([*__all__, "__version__"])

@@ -11,12 +11,13 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 
 from . import checks
 from .backends import backend, is_array
+from .hints import missing_from_array
 from .layout import Layout, check_offsets
 
 #: Versions of the standard that a namespace may be asked for.
@@ -33,12 +34,15 @@ class UpperLayers:
         Per name of a loaded library, its namespace that accepts ragged arrays.
     getitem
         ``getitem(arr, key)`` indexes.
+    update
+        ``update(arr, key, operation, value)`` returns the array with the entries updated.
     unpack
         ``unpack(arr)`` returns the rows as a list.
     """
 
     namespaces: dict[str, Any]
     getitem: Callable[[Array, Any], Any]
+    update: Callable[[Array, Any, str, Any], Array]
     unpack: Callable[[Array], list[Any]]
 
 
@@ -47,7 +51,7 @@ def _not_filled(*args: Any) -> NoReturn:
 
 
 #: Filled by `scree.namespace`.
-UPPER = UpperLayers({}, _not_filled, _not_filled)
+UPPER = UpperLayers({}, _not_filled, _not_filled, _not_filled)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -306,10 +310,16 @@ class Array:
         )
         return Array.from_layout(move(self.values, device), layout, self.ragged_dim)
 
+    @property
+    def at(self) -> At:
+        """Takes the index of entries to update: ``arr.at[key].set(value)``; see `scree.at`."""
+        return At(self)
+
     if TYPE_CHECKING:  # attached by `scree.bridges.methods`
 
         def to_backend(self, library: Any, *, device: Any = None) -> Array: ...
         def to_numpy(self) -> Array: ...
+        def tolist(self) -> list[Any]: ...
         def to(self, *args: Any, **kwargs: Any) -> Array: ...
         def pin_memory(self) -> Array: ...
         def record_stream(self, stream: Any) -> None: ...
@@ -327,6 +337,20 @@ class Array:
         raise TypeError(
             "a ragged array is not a NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
         )
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name[:1] == "_" or "values" not in self.__dict__:  # while it is made or copied
+                raise AttributeError(f"a ragged array has no attribute {name!r}")
+            xp = UPPER.namespaces[self.layout.backend.name]
+            raise AttributeError(missing_from_array(self, name, xp))
+
+    @overload
+    def __getitem__(self, key: Array | slice) -> Array: ...
+
+    @overload
+    def __getitem__(self, key: Any) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
         return UPPER.getitem(self, key)
@@ -464,6 +488,44 @@ class Array:
 
     def __ge__(self, other: Any, /) -> Array:
         return _binary("greater_equal", self, other)
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A ragged array that takes the index of the entries to update."""
+
+    array: Array
+
+    def __getitem__(self, key: Any) -> Update:
+        return Update(self.array, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Selected entries of a ragged array; every method returns a new array."""
+
+    array: Array
+    key: Any
+
+    def set(self, value: Any) -> Array:
+        """Return the array with the entries set to `value`."""
+        return UPPER.update(self.array, self.key, "set", value)
+
+    def add(self, value: Any) -> Array:
+        """Return the array with `value` added to the entries."""
+        return UPPER.update(self.array, self.key, "sum", value)
+
+    def multiply(self, value: Any) -> Array:
+        """Return the array with the entries multiplied by `value`."""
+        return UPPER.update(self.array, self.key, "prod", value)
+
+    def min(self, value: Any) -> Array:
+        """Return the array with the minimum of the entries and `value`."""
+        return UPPER.update(self.array, self.key, "min", value)
+
+    def max(self, value: Any) -> Array:
+        """Return the array with the maximum of the entries and `value`."""
+        return UPPER.update(self.array, self.key, "max", value)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -85,6 +85,10 @@ class PackCall:
                 "arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])"
             )
         first = arrays[0]
+        if isinstance(first, list | tuple | int | float | complex):
+            raise TypeError(
+                f"arrays[0]: expected a dense array, got {type(first).__name__}; scree.from_lists takes lists"
+            )
         lib = backend(first, "arrays[0]")
         if first.ndim == 0:
             raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")

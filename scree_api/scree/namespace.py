@@ -6,8 +6,9 @@ namespace of every library that is loaded.
 
 from __future__ import annotations
 
+from functools import update_wrapper
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from . import display as display  # attaches the display of arrays
 from . import providers as providers  # registers kernels when a library is loaded
@@ -16,10 +17,16 @@ from .array import UPPER, VERSIONS, Array
 from .backends import Backend, add_load_hook, backend, backend_by_name, is_array
 from .construct import unpack
 from .functions import EXTENSIONS, KINDS, Kind, bind
+from .hints import missing_from_namespace
+from .indexing.at import update
 from .indexing.getitem import getitem
+from .standard import Fft, Linalg, Namespace
+
+#: The extensions of the standard and their types.
+PROTOCOLS: dict[str, type] = {"linalg": Linalg, "fft": Fft}
 
 
-def namespace(*arrays: Any, api_version: str | None = None) -> Any:
+def namespace(*arrays: Any, api_version: str | None = None) -> Namespace:
     """Return the Array API namespace for ragged and dense arrays of one library.
 
     Parameters
@@ -31,8 +38,8 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
 
     Returns
     -------
-    module
-        Every function of the standard, for ragged arrays as the table `scree.functions.KINDS` says,
+    Namespace
+        A module with every function of the standard, for ragged arrays as the table `scree.functions.KINDS` says,
         and the library's own function for dense arrays; and the extensions ``linalg``, ``fft`` and
         ``ragged``.
 
@@ -74,7 +81,7 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
         lib = other
     if lib is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
-    return UPPER.namespaces[lib.name]
+    return UPPER.namespaces[lib.name]  # type: ignore[no-any-return]
 
 
 def namespace_by_name(library: str) -> ModuleType:
@@ -88,27 +95,51 @@ def build_namespace(lib: Backend) -> None:
     It is made when the library is loaded, because the first call may be inside a compiled function,
     where no module can be made.
     """
-    module = ModuleType(
-        f"scree.xp.{lib.name}", f"The Array API standard for ragged and dense arrays of {lib.name}."
-    )
-    _bind_table(module, lib.xp, KINDS, lib)
-    for name, table in EXTENSIONS.items():
+    doc = f"The Array API standard for ragged and dense arrays of {lib.name}."
+    module = _make_module(f"scree.xp.{lib.name}", doc, lib.xp, KINDS, Namespace, lib)
+    for name, protocol in PROTOCOLS.items():
         if hasattr(lib.xp, name):
-            extension = ModuleType(f"{module.__name__}.{name}")
-            _bind_table(extension, getattr(lib.xp, name), table, lib)
+            extension = _make_module(
+                f"scree.xp.{lib.name}.{name}",
+                f"The extension {name} of the Array API standard, for {lib.name}.",
+                getattr(lib.xp, name),
+                EXTENSIONS[name],
+                protocol,
+                lib,
+            )
             setattr(module, name, extension)
+            module.__all__.append(name)
     module.ragged = ragged  # type: ignore[attr-defined]
+    module.__all__.append("ragged")
     UPPER.namespaces[lib.name] = module
 
 
-def _bind_table(module: ModuleType, own: Any, table: dict[str, Kind], lib: Backend) -> None:
-    """Add every name of the table that the library has."""
-    for name, kind in table.items():
-        if hasattr(own, name):
-            function = getattr(own, name)
-            is_own = kind.name == "plain"
-            setattr(module, name, function if is_own else bind(function, name, kind, lib))
+def _make_module(
+    name: str, doc: str, own: Any, table: dict[str, Kind], protocol: type, lib: Backend
+) -> ModuleType:
+    """Return a module with every name of the table that the library has.
+
+    The functions have the signature and the documentation of the protocol.
+    """
+    module = ModuleType(name, doc)
+    names = [x for x in table if hasattr(own, x)]
+
+    def missing(attribute: str) -> NoReturn:
+        operations = () if protocol is not Namespace else ragged.__all__
+        raise AttributeError(missing_from_namespace(attribute, names, operations))
+
+    specification = type(protocol.__name__, (protocol,), {})()  # its methods are bound
+    for x in names:
+        value = getattr(own, x)
+        if table[x].name != "plain":
+            value = update_wrapper(bind(value, x, table[x], lib), getattr(specification, x))
+            value.__module__, value.__qualname__ = name, x
+        setattr(module, x, value)
+    module.__all__ = [x for x in names if x[0] != "_"]  # type: ignore[attr-defined]
+    module.__dir__ = lambda: sorted(module.__all__)  # type: ignore[method-assign]
+    module.__getattr__ = missing  # type: ignore[method-assign]
+    return module
 
 
-UPPER.getitem, UPPER.unpack = getitem, unpack
+UPPER.getitem, UPPER.update, UPPER.unpack = getitem, update, unpack
 add_load_hook(build_namespace)

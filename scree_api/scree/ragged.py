@@ -3,7 +3,10 @@
 Written by ``nox -s generate`` from the modules in `scree.ops`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
+from .hints import missing_from_operations
 from .ops.attention import attention
 from .ops.cross_entropy import cross_entropy, linear_cross_entropy
 from .ops.dropout import dropout
@@ -48,3 +51,12 @@ __all__ = [
     "topk",
     "unpack",
 ]
+
+if not TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(missing_from_operations(name, __all__))
+
+
+def __dir__() -> list[str]:
+    return __all__

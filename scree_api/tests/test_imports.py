@@ -20,7 +20,7 @@ import scree
 PACKAGE = Path(scree.__file__).parent
 MODULES = {
     path.relative_to(PACKAGE).with_suffix("").as_posix(): path
-    for path in sorted(PACKAGE.rglob("*.py"))
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")])
 }
 LIBRARIES = {
     "torch",
@@ -39,11 +39,11 @@ EXTRAS = {"rich", "tokenizers", "safetensors", "awkward", "pyarrow", "scipy", "t
 #: there is no circle.
 LAYERS = """
 backends
-checks
+checks hints
 layout
 array
 broadcasting display dispatch
-construct indexing ops functions ragged
+construct indexing ops functions ragged standard
 providers
 namespace
 explanation bridges data io xp

@@ -48,7 +48,7 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
     Examples
     --------
     >>> import scree
-    >>> scree.bridges.from_lists([[1, 2], [], [3]])
+    >>> scree.from_lists([[1, 2], [], [3]])
     scree.Array(shape=(3, None), dtype=int64, numpy, lengths 0 to 2, total 3)
          0: [1 2]
          1: []

@@ -26,6 +26,13 @@ def to_numpy(arr: Array) -> Array:
     return to_backend(arr, "numpy")
 
 
+def tolist(arr: Array) -> list[Any]:
+    """Return the rows as lists of Python numbers; see `scree.bridges.to_lists`."""
+    from .lists import to_lists
+
+    return to_lists(arr)
+
+
 def to(arr: Array, *args: Any, **kwargs: Any) -> Array:
     """Return the array with another device or dtype, as `torch.Tensor.to`; for PyTorch only."""
     from .torch import to
@@ -64,6 +71,7 @@ def arrow_c_array(arr: Array, requested_schema: Any = None) -> Any:
 for _name, _method in {
     "to_backend": to_backend,
     "to_numpy": to_numpy,
+    "tolist": tolist,
     "to": to,
     "pin_memory": pin_memory,
     "record_stream": record_stream,

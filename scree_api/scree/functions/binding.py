@@ -10,7 +10,6 @@ values.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -103,7 +102,7 @@ def implements(
 def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Function:
     """Return the function of a namespace for the library's own function."""
     if kind.name == "unsupported":
-        return functools.wraps(function)(_refuse(function, name, kind.why))
+        return _refuse(function, name, kind.why)
     implementation, operands, dtype_rule = IMPLEMENTATIONS[kind.name]
     ragged = FunctionType(
         implementation.__code__,
@@ -116,7 +115,7 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
     ragged.__qualname__ = getattr(function, "__name__", name)
     std = Standard(function, name, backend, dtype_rule)
     ragged.__kwdefaults__ = {**(implementation.__kwdefaults__ or {}), "std": std}
-    return functools.wraps(function)(SELECTORS[operands](function, ragged))
+    return SELECTORS[operands](function, ragged)
 
 
 def _refuse(function: Function, name: str, why: str) -> Function:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from ..array import Array
+from ..array import Array, At
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
@@ -53,97 +52,62 @@ def at(arr: Array) -> At:
     >>> scree.at(arr)[:, 0].add(np.asarray([10.0, 20.0])).values
     array([11., 18.,  3.])
     """
-    return At(check_ragged("arr", arr))
+    return check_ragged("arr", arr).at
 
 
-@dataclass(frozen=True, slots=True)
-class At:
-    """A ragged array that takes the index of the entries to update."""
+def update(arr: Array, key: Any, op: str, value: Any) -> Array:
+    """Return the array with the selected entries combined with `value`."""
+    layout = arr.layout
+    xp, size = layout.xp, arr.size
+    # The index selects from the numbers of all entries; `size` marks a row that is too short.
+    dtype = index_dtype(xp, size, layout.offsets)
+    numbers = xp.reshape(xp.arange(size, dtype=dtype, device=layout.device), arr.values.shape)
+    selected = getitem(arr.with_values(numbers), key, fill_value=size)
+    index = as_values(selected)
+    value = _check_value(arr, value, selected)
+    value = xp.reshape(xp.broadcast_to(value, index.shape), (-1,))
+    if 0 in (size, value.shape[0]):
+        return arr
+    flat = xp.reshape(arr.values, (-1,))
+    order, bounds = sort_by_id(xp, xp.reshape(index, (-1,)), size, layout.device)
+    # Row i holds the values for entry i.
+    updates = Layout(layout.backend, bounds, int(value.shape[0]))
+    value = xp.take(value, order)
+    if op == "set":
+        last = xp.take(value, updates.clip(bounds[1:] - 1))
+        flat = xp.where(updates.nonempty, last, flat)
+    else:
+        wide = accumulation_dtype(xp, arr.dtype)
+        combined = segment_reduce(op, value, updates, dtype=wide)
+        combined = COMBINE[op](xp, xp.astype(flat, wide, copy=False), combined)
+        # An entry without a value stays: -0.0 + 0.0 is 0.0.
+        flat = xp.where(updates.nonempty, xp.astype(combined, arr.dtype, copy=False), flat)
+    return arr.with_values(xp.reshape(flat, arr.values.shape))
 
-    array: Array
 
-    def __getitem__(self, key: Any) -> Update:
-        return Update(self.array, key)
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Selected entries of a ragged array; every method returns a new array."""
-
-    array: Array
-    key: Any
-
-    def set(self, value: Any) -> Array:
-        """Return the array with the entries set to `value`."""
-        return self._apply("set", value)
-
-    def add(self, value: Any) -> Array:
-        """Return the array with `value` added to the entries."""
-        return self._apply("sum", value)
-
-    def multiply(self, value: Any) -> Array:
-        """Return the array with the entries multiplied by `value`."""
-        return self._apply("prod", value)
-
-    def min(self, value: Any) -> Array:
-        """Return the array with the minimum of the entries and `value`."""
-        return self._apply("min", value)
-
-    def max(self, value: Any) -> Array:
-        """Return the array with the maximum of the entries and `value`."""
-        return self._apply("max", value)
-
-    def _apply(self, op: str, value: Any) -> Array:
-        arr, layout = self.array, self.array.layout
-        xp, size = layout.xp, arr.size
-        # The index selects from the numbers of all entries; `size` marks a row that is too short.
-        dtype = index_dtype(xp, size, layout.offsets)
-        numbers = xp.reshape(xp.arange(size, dtype=dtype, device=layout.device), arr.values.shape)
-        selected = getitem(arr.with_values(numbers), self.key, fill_value=size)
-        index = as_values(selected)
-        value = self._check_value(value, selected)
-        value = xp.reshape(xp.broadcast_to(value, index.shape), (-1,))
-        if 0 in (size, value.shape[0]):
-            return arr
-        flat = xp.reshape(arr.values, (-1,))
-        order, bounds = sort_by_id(xp, xp.reshape(index, (-1,)), size, layout.device)
-        # Row i holds the values for entry i.
-        updates = Layout(layout.backend, bounds, int(value.shape[0]))
-        value = xp.take(value, order)
-        if op == "set":
-            last = xp.take(value, updates.clip(bounds[1:] - 1))
-            flat = xp.where(updates.nonempty, last, flat)
-        else:
-            wide = accumulation_dtype(xp, arr.dtype)
-            combined = segment_reduce(op, value, updates, dtype=wide)
-            combined = COMBINE[op](xp, xp.astype(flat, wide, copy=False), combined)
-            # An entry without a value stays: -0.0 + 0.0 is 0.0.
-            flat = xp.where(updates.nonempty, xp.astype(combined, arr.dtype, copy=False), flat)
-        return arr.with_values(xp.reshape(flat, arr.values.shape))
-
-    def _check_value(self, value: Any, selected: Any) -> Any:
-        """Return the value as a dense array that broadcasts to the selected entries."""
-        arr, xp, shape = self.array, self.array.layout.xp, tuple(as_values(selected).shape)
-        if isinstance(value, Array):
-            if not isinstance(selected, Array):
-                raise ValueError(
-                    f"value: expected a dense array for entries of shape {shape}, got {value.shape}"
-                )
-            check_shared_layout("value", (selected, value))
-            value = value.values
-        elif isinstance(selected, Array):
-            value = broadcast_operand("value", value, selected)
-        if isinstance(value, NUMBERS):
-            value = check_scalar("value", value, arr.values)
-            value = xp.full((), value, dtype=arr.dtype, device=arr.layout.device)
-        else:
-            check_dense("value", value, arr.values)
-        check_same_dtype("value", value, arr, "the array")
-        if not is_broadcastable(tuple(value.shape), shape):
+def _check_value(arr: Array, value: Any, selected: Any) -> Any:
+    """Return the value as a dense array that broadcasts to the selected entries."""
+    xp, shape = arr.layout.xp, tuple(as_values(selected).shape)
+    if isinstance(value, Array):
+        if not isinstance(selected, Array):
             raise ValueError(
-                f"value: expected it to fit the entries of shape {shape}, got {tuple(value.shape)}"
+                f"value: expected a dense array for entries of shape {shape}, got {value.shape}"
             )
-        return value
+        check_shared_layout("value", (selected, value))
+        value = value.values
+    elif isinstance(selected, Array):
+        value = broadcast_operand("value", value, selected)
+    if isinstance(value, NUMBERS):
+        value = check_scalar("value", value, arr.values)
+        value = xp.full((), value, dtype=arr.dtype, device=arr.layout.device)
+    else:
+        check_dense("value", value, arr.values)
+    check_same_dtype("value", value, arr, "the array")
+    if not is_broadcastable(tuple(value.shape), shape):
+        raise ValueError(
+            f"value: expected it to fit the entries of shape {shape}, got {tuple(value.shape)}"
+        )
+    return value
 
 
 COMBINE = {

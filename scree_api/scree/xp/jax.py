@@ -4,7 +4,11 @@ Importing this module gives the object that `scree.namespace` returns for such a
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from ..namespace import namespace_by_name
+
+if TYPE_CHECKING:
+    from .names import *  # noqa: F403
 
 sys.modules[__name__] = namespace_by_name("jax")

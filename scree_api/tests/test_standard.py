@@ -1,0 +1,129 @@
+"""The typed namespace: signatures, documentation, and the messages for names that are missing."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import pytest
+from libraries import NAMES, load
+
+import scree
+from scree.functions import EXTENSIONS, KINDS
+
+FUNCTIONS = [
+    (extension, name)
+    for extension, table in {"": KINDS, **EXTENSIONS}.items()
+    for name, kind in table.items()
+    if kind.name != "plain"
+]
+
+
+def namespace(name: str) -> Any:
+    return scree.namespace(load(name).f(1))
+
+
+@pytest.mark.parametrize("library", NAMES)
+def test_functions_have_the_signatures_of_the_standard_and_our_documentation(library: str) -> None:
+    xp = namespace(library)
+    for extension, name in FUNCTIONS:
+        own = getattr(xp, extension, None) if extension else xp
+        if not hasattr(own, name):
+            continue  # a gap of the library
+        function = getattr(own, name)
+        oracle = getattr(array_api_strict, extension) if extension else array_api_strict
+        ours = inspect.signature(function).parameters
+        theirs = inspect.signature(getattr(oracle, name)).parameters
+        assert [*ours] == [*theirs], name
+        for parameter, expected in theirs.items():
+            got = ours[parameter]
+            assert got.kind is expected.kind, (name, parameter)
+            if type(expected.default).__name__ != "Undef":  # not given, which is None here
+                assert got.default == expected.default, (name, parameter)
+        assert (function.__name__, function.__module__) == (name, own.__name__)
+        documentation = pydoc.plain(pydoc.render_doc(function))
+        assert "agged" in documentation, name
+        if KINDS.get(name) and KINDS[name].name != "unsupported":
+            assert ">>> " in documentation, name
+
+
+@pytest.mark.parametrize("library", NAMES)
+def test_dir_and_help_list_public_functions(library: str) -> None:
+    xp = namespace(library)
+    names = dir(xp)
+    assert {"sum", "float32", "linalg", "ragged"} <= {*names} == {*xp.__all__}
+    assert not [name for name in names if name.startswith("_")]
+    assert "sum(x" in pydoc.plain(pydoc.render_doc(xp))
+    assert dir(xp.ragged) == sorted(scree.ragged.__all__)
+    assert {*dir(scree)} - {"__version__"} == {*scree.__all__}
+    assert all(hasattr(scree, name) for name in dir(scree))
+
+
+MISSING = {
+    "sum": "use xp.sum(arr, ...), with xp = scree.namespace(arr)",
+    "reshape": "use xp.reshape(arr, ...)",
+    "T": "use arr.mT or xp.permute_dims",
+    "softmax": "use xp.ragged.softmax(arr, ...)",
+    "cumsum": "use xp.cumulative_sum",
+    "lenghts": "did you mean arr.lengths?",
+    "numpy": "use arr.to_numpy()",
+}
+
+
+@pytest.mark.parametrize("library", NAMES)
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_attribute_of_an_array_says_what_to_write(library: str, name: str) -> None:
+    arr = load(library).r([2, 1])
+    with pytest.raises(AttributeError) as error:
+        getattr(arr, name)
+    assert str(error.value).startswith(f"a ragged array has no attribute {name!r}")
+    assert MISSING[name] in str(error.value)
+    assert not hasattr(arr, "__array_interface__")
+
+
+@pytest.mark.parametrize("library", NAMES)
+def test_missing_attribute_that_the_values_have_names_them(library: str) -> None:
+    arr = load(library).r([2, 1])
+    name = {
+        "numpy": "tobytes",
+        "torch": "detach",
+        "jax": "addressable_shards",
+        "mlx": "itemsize",
+    }.get(library)
+    if name is not None:
+        assert hasattr(arr.values, name)
+        with pytest.raises(AttributeError, match=f"arr.values.{name}"):
+            getattr(arr, name)
+
+
+@pytest.mark.parametrize("library", NAMES)
+def test_missing_function_says_what_to_write(library: str) -> None:
+    xp = namespace(library)
+    for owner, name, advice in (
+        (xp, "cumsum", "use xp.cumulative_sum"),
+        (xp, "softmax", "use xp.ragged.softmax"),
+        (xp, "summ", "did you mean xp.sum?"),
+        (xp.ragged, "sofmax", "did you mean xp.ragged.softmax?"),
+        (xp.linalg, "vector_nrom", "did you mean"),
+    ):
+        with pytest.raises(AttributeError) as error:
+            getattr(owner, name)
+        assert advice in str(error.value)
+        assert not hasattr(xp, "__wrapped__")
+
+
+def test_tolist_and_from_lists() -> None:
+    rows = [[[1, 2]], [], [[3, 4], [5, 6]]]
+    arr = scree.from_lists(rows)
+    assert arr.tolist() == rows
+    assert arr.dtype == np.int64
+    with pytest.raises(TypeError, match=r"scree\.from_lists"):
+        scree.pack([[1, 2], [3]])
+
+
+def test_at_of_an_array_updates_it() -> None:
+    arr = scree.from_lists([[1, 2], [3]])
+    assert arr.at[:, 0].add(10).tolist() == scree.at(arr)[:, 0].add(10).tolist() == [[11, 2], [13]]
