@@ -917,7 +917,7 @@ class Namespace(Protocol):
     uint8: Any
 
     def __array_namespace_info__(self) -> Any:
-        """What the namespace can do: devices, default data types, capabilities.
+        """Description of the namespace: devices, default data types, capabilities.
 
         It is the library's own function.
         """
@@ -1037,7 +1037,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def all(self, x: Any, /, *, axis: Axes = None, keepdims: Flag = False) -> Any:
-        """Whether all elements are true; an empty row gives True.
+        """Test whether all elements are true; an empty row gives True.
 
         Ragged arrays: `axis=1`, the ragged axis, reduces each row to one entry of a dense array
         (n, ...). `axis=None` reduces all tokens. An element axis gives a ragged array. `axis=0`
@@ -1062,7 +1062,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def any(self, x: Any, /, *, axis: Axes = None, keepdims: Flag = False) -> Any:
-        """Whether any element is true; an empty row gives False.
+        """Test whether any element is true; an empty row gives False.
 
         Ragged arrays: `axis=1`, the ragged axis, reduces each row to one entry of a dense array
         (n, ...). `axis=None` reduces all tokens. An element axis gives a ragged array. `axis=0`
@@ -1199,7 +1199,7 @@ class Namespace(Protocol):
         device
             Device of the result.
         copy
-            Whether to copy; None copies only where it is necessary.
+            True always copies, False never; None copies only where it is necessary.
 
         Raises
         ------
@@ -1272,7 +1272,7 @@ class Namespace(Protocol):
         dtype
             Data type of the result.
         copy
-            Whether to copy; None copies only where it is necessary.
+            True always copies, False never; None copies only where it is necessary.
         device
             Device of the result.
 
@@ -1621,7 +1621,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def can_cast(self, from_: Any, to: Any, /) -> Flag:
-        """Whether the standard allows a conversion between data types.
+        """Test whether the standard allows a conversion between data types.
 
         Ragged arrays: A ragged array counts as its dtype.
 
@@ -2038,7 +2038,7 @@ class Namespace(Protocol):
     def equal(self, x1: Any, x2: Any, /) -> Array: ...
 
     def equal(self, x1: Any, x2: Any, /) -> Any:
-        """Whether the elements are equal.
+        """Test whether the elements are equal.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2267,7 +2267,7 @@ class Namespace(Protocol):
         device
             Device of the result.
         copy
-            Whether to copy; None copies only where it is necessary.
+            True always copies, False never; None copies only where it is necessary.
 
         Raises
         ------
@@ -2324,7 +2324,7 @@ class Namespace(Protocol):
     def greater(self, x1: Any, x2: Any, /) -> Array: ...
 
     def greater(self, x1: Any, x2: Any, /) -> Any:
-        """Whether `x1` is greater than `x2`.
+        """Test whether `x1` is greater than `x2`.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2359,7 +2359,7 @@ class Namespace(Protocol):
     def greater_equal(self, x1: Any, x2: Any, /) -> Array: ...
 
     def greater_equal(self, x1: Any, x2: Any, /) -> Any:
-        """Whether `x1` is greater than or equal to `x2`.
+        """Test whether `x1` is greater than or equal to `x2`.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2455,14 +2455,14 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def isdtype(self, dtype: Any, kind: Any) -> Flag:
-        """Whether a data type is of a kind.
+        """Test whether a data type is of a kind.
 
         It is the library's own function.
         """
         raise NotImplementedError
 
     def isfinite(self, x: T, /) -> T:
-        """Whether each element is neither infinite nor NaN.
+        """Test whether each element is neither infinite nor NaN.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2488,7 +2488,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def isin(self, x1: T, x2: Any, /, *, invert: Flag = False) -> T:
-        """Whether each element of `x1` is among the elements of `x2`.
+        """Test whether each element of `x1` is among the elements of `x2`.
 
         Ragged arrays: The result has the layout of `x1`. All tokens of a ragged `x2` count,
         whatever their row.
@@ -2517,7 +2517,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def isinf(self, x: T, /) -> T:
-        """Whether each element is infinite.
+        """Test whether each element is infinite.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2543,7 +2543,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def isnan(self, x: T, /) -> T:
-        """Whether each element is NaN.
+        """Test whether each element is NaN.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2575,7 +2575,7 @@ class Namespace(Protocol):
     def less(self, x1: Any, x2: Any, /) -> Array: ...
 
     def less(self, x1: Any, x2: Any, /) -> Any:
-        """Whether `x1` is less than `x2`.
+        """Test whether `x1` is less than `x2`.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2610,7 +2610,7 @@ class Namespace(Protocol):
     def less_equal(self, x1: Any, x2: Any, /) -> Array: ...
 
     def less_equal(self, x1: Any, x2: Any, /) -> Any:
-        """Whether `x1` is less than or equal to `x2`.
+        """Test whether `x1` is less than or equal to `x2`.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2801,7 +2801,7 @@ class Namespace(Protocol):
     def logical_and(self, x1: Any, x2: Any, /) -> Array: ...
 
     def logical_and(self, x1: Any, x2: Any, /) -> Any:
-        """Whether both elements are true.
+        """Test whether both elements are true.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2830,7 +2830,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def logical_not(self, x: T, /) -> T:
-        """Whether each element is false.
+        """Test whether each element is false.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2862,7 +2862,7 @@ class Namespace(Protocol):
     def logical_or(self, x1: Any, x2: Any, /) -> Array: ...
 
     def logical_or(self, x1: Any, x2: Any, /) -> Any:
-        """Whether one of the elements is true.
+        """Test whether one of the elements is true.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -2897,7 +2897,7 @@ class Namespace(Protocol):
     def logical_xor(self, x1: Any, x2: Any, /) -> Array: ...
 
     def logical_xor(self, x1: Any, x2: Any, /) -> Any:
-        """Whether exactly one of the elements is true.
+        """Test whether exactly one of the elements is true.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -3300,7 +3300,7 @@ class Namespace(Protocol):
     def not_equal(self, x1: Any, x2: Any, /) -> Array: ...
 
     def not_equal(self, x1: Any, x2: Any, /) -> Any:
-        """Whether the elements differ.
+        """Test whether the elements differ.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
@@ -3606,7 +3606,7 @@ class Namespace(Protocol):
         shape
             The shape; None marks the ragged axis.
         copy
-            Whether to copy; None copies only where it is necessary.
+            True always copies, False never; None copies only where it is necessary.
 
         Returns
         -------
@@ -3752,7 +3752,7 @@ class Namespace(Protocol):
         raise NotImplementedError
 
     def signbit(self, x: T, /) -> T:
-        """Whether the sign bit is set: true for -0.0 too.
+        """Test whether the sign bit is set: true for -0.0 too.
 
         Ragged arrays: The result has the layout of the ragged operand. Ragged operands must
         share a layout. A dense operand broadcasts: a number, one entry per row with shape (n,
