@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
     # creation
     "pack nothing": (lambda x: scree.pack([]), ValueError, ("arrays: expected at least one array", "from_lengths(values, [])")),
     "pack a number": (lambda x: scree.pack(5), TypeError, ("arrays: expected a sequence of arrays, got int",)),
-    "pack lists": (lambda x: scree.pack([[1.0], [2.0]]), TypeError, ("arrays[0]: expected a dense array", "list", "scree.from_lists")),
+    "pack lists": (lambda x: scree.pack([[1.0], [2.0]]), TypeError, ("arrays[0]: expected a dense array", "list", "from_lists")),
     "pack ragged": (lambda x: scree.pack([x.r(ROWS)]), TypeError, ("arrays[0]: expected a dense array", "Array")),
     "pack 0-D": (lambda x: scree.pack([x.f()]), ValueError, ("arrays[0]: expected at least one axis",)),
     "pack dtypes": (lambda x: scree.pack([x.f(2), x.f(1), x.i([1, 2])]), TypeError,
