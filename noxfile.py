@@ -19,12 +19,13 @@ BACKENDS = {
     "mlx": "test,mlx",
     "array_api_strict": "test",
 }
+PARTS = ["-e", "conformance", "-e", "bench"]  # distributions of their own
 EACH = [nox.param(name, id=name) for name in BACKENDS]
 
 
 def install(session: nox.Session, backend: str) -> None:
     """Install the requirements of one backend's tests, in the versions of `constraints.txt`."""
-    session.install("-c", "constraints.txt", "-e", f".[{BACKENDS[backend]}]")
+    session.install("-c", "constraints.txt", "-e", f".[{BACKENDS[backend]}]", *PARTS)
 
 
 @nox.session
@@ -85,7 +86,7 @@ def fuzz(session: nox.Session) -> None:
 
     `fuzz -- --minutes 30 --seed 7` sets the time and the first case.
     """
-    session.install("-c", "constraints.txt", "-e", ".[test,torch,jax,mlx]")
+    session.install("-c", "constraints.txt", "-e", ".[test,torch,jax,mlx]", *PARTS)
     session.run("python", "-m", "scree_conformance", "fuzz", *session.posargs)
 
 
@@ -107,7 +108,8 @@ def opinfo(session: nox.Session) -> None:
 def tensorflow(session: nox.Session) -> None:
     """Test the bridge to TensorFlow, in a separate environment because of its size."""
     session.install(
-        "-c", "constraints.txt", "-e", ".", "tensorflow-cpu>=2.21", "pytest>=8", "hypothesis>=6.100"
+        *("-c", "constraints.txt", "-e", ".", "-e", "conformance"),
+        *("tensorflow-cpu>=2.21", "pytest>=8", "hypothesis>=6.100"),
     )
     files = [
         "scree_api/scree/bridges/tensorflow.py",
@@ -138,7 +140,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_params=["--system-site-packages"])
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a CUDA device, with the installed torch and Triton if there are."""
-    session.install("-e", ".[test,triton]")
+    session.install("-e", ".[test,triton]", *PARTS)
     session.run("pytest", "-m", "gpu", *session.posargs)
 
 
@@ -148,7 +150,7 @@ def sanitize(session: nox.Session) -> None:
 
     It finds accesses out of bounds and races in shared memory.
     """
-    session.install("-e", ".[test,triton]", "nvidia-cuda-sanitizer-api>=13.5")
+    session.install("-e", ".[test,triton]", *PARTS, "nvidia-cuda-sanitizer-api>=13.5")
     paths = session.run(
         "python", "-c", "import nvidia; print(*nvidia.__path__)", silent=True
     ).split()

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from . import __version__
 from .commands import MEASURING, report
 from .options import Device, Quick
 from .session import INTERRUPTED
@@ -17,8 +18,18 @@ from .session import INTERRUPTED
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _print_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"scree-bench {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def about() -> None:
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Measure what scree saves and costs on this machine, compared with other libraries."""
 
 

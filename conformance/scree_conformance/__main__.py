@@ -18,7 +18,7 @@ from typing import Any
 
 import scree
 
-from . import coverage, fuzz, loopback
+from . import __version__, coverage, fuzz, loopback
 from .backends import LIBRARIES, load
 from .bench import Bench, Rejected
 from .suite import cases
@@ -47,9 +47,9 @@ def run(
     bench, results = Bench(lib, kernel), dict[str, OutcomeCounts]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about NaN and empty arrays
-        for case in cases(lib, kernel):
-            if only not in case.name:
-                continue
+        chosen = [case for case in cases(lib, kernel) if only in case.name]
+        for done, case in enumerate(chosen):
+            _show_progress(done, len(chosen), case.name)
             counts = results.setdefault(case.operation.name, OutcomeCounts())
             try:
                 case.run(bench)
@@ -67,7 +67,15 @@ def run(
                 counts.notes.insert(
                     0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
                 )
+    _show_progress(len(chosen), len(chosen))
     return results
+
+
+def _show_progress(done: int, total: int, name: str = "") -> None:
+    """Rewrite a line on a terminal; the empty name clears it."""
+    if sys.stderr.isatty():
+        line = f"{done} of {total}  {name}"[:99] if name else ""
+        print(f"\r{line:<99}\r", end="", file=sys.stderr, flush=True)
 
 
 def markdown(title: str, results: dict[str, OutcomeCounts]) -> str:
@@ -130,9 +138,15 @@ def show(title: str, results: dict[str, OutcomeCounts]) -> None:
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return 1 if a case failed or no case ran."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["fuzz"]:
-        return fuzz.main(arguments[1:])
+    try:
+        return fuzz.main(arguments[1:]) if arguments[:1] == ["fuzz"] else _main(arguments)
+    except KeyboardInterrupt:
+        return 130  # the convention of shells for SIGINT
+
+
+def _main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scree_conformance", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"scree-conformance {__version__}")
     parser.add_argument(
         "--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)"
     )

@@ -1,12 +1,24 @@
-"""Command line of ``python -m scree``: ``demo`` and ``train-demo``, see `scree.demo`."""
+"""Command line of ``scree``, or ``python -m scree``.
+
+``demo`` and ``train-demo`` are in `scree.demo`. ``conformance`` and ``bench`` start the programs of
+other distributions.
+"""
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import import_module
+
+from . import __version__
 
 EXTRA = ("rich", "safetensors", "tokenizers")  # packages of the extra scree[demo]
+#: Command -> the module with its `main`, and the folder of its distribution in a checkout.
+PROGRAMS = {
+    "conformance": ("scree_conformance.__main__", "conformance"),
+    "bench": ("scree_bench.__main__", "bench"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 on success, 1 if the command cannot run or the backends disagree, 130 after
         an interrupt.
     """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in PROGRAMS:
+        return _run_program(*arguments)
     options = _parser().parse_args(arguments)
     from .demo import DemoError
 
@@ -31,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        message = f"the demo needs {error.name}: install the extra, pip install 'scree[demo]'"
+        message = (
+            f'the demo needs {error.name}: install scree from a checkout with pip install ".[demo]"'
+        )
     except DemoError as error:
         message = str(error)
     except KeyboardInterrupt:
@@ -42,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m scree", description="scree, ragged arrays for every array library."
+        prog="scree", description="scree, ragged arrays for every array library."
     )
+    parser.add_argument("--version", action="version", version=f"scree {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
@@ -115,7 +133,26 @@ def _parser() -> argparse.ArgumentParser:
         help="seed of the weights and of the choice of conversations (default: 0)",
     )
     train.set_defaults(run=_train)
+    commands.add_parser("conformance", help="compare a library or a kernel with the oracle")
+    commands.add_parser("bench", help="measure scree on this machine, beside other libraries")
     return parser
+
+
+def _run_program(command: str, *arguments: str) -> int:
+    """Run the program of another distribution, which may be absent."""
+    module, folder = PROGRAMS[command]
+    try:
+        program = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        print(
+            f"scree {command}: {error.name} is not installed: install it from a checkout with "
+            f"pip install . ./{folder}" + (" ./conformance" if command == "bench" else ""),
+            file=sys.stderr,
+        )
+        return 1
+    return program.main(list(arguments))  # type: ignore[no-any-return]
 
 
 def non_negative_int(text: str) -> int:

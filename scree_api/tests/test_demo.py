@@ -367,7 +367,7 @@ def test_demo_offline_exits_with_a_message(tmp_path):
 def test_demo_without_rich_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich", None)
     assert command.main(["demo", "--random-weights"]) == 1
-    assert "install the extra, pip install 'scree[demo]'" in capsys.readouterr().err
+    assert 'install scree from a checkout with pip install ".[demo]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

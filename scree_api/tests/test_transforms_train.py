@@ -85,7 +85,9 @@ def test_conversations_are_many_and_of_many_lengths(monkeypatch: pytest.MonkeyPa
     assert min(lengths) < 20 < 500 < max(lengths)
     assert all(remark == remark.strip() for talk in found for remark in talk.split("\n"))
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(DemoError, match=r"yaml is not installed; pip install 'scree\[train\]'"):
+    with pytest.raises(
+        DemoError, match="yaml is not installed; install scree with the extra train"
+    ):
         text.conversations()
 
 

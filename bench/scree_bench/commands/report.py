@@ -24,7 +24,7 @@ MARK = "<!-- results: written by scree-bench report -->"
 METHOD = """\
 # Benchmarks
 
-Every number here comes from `scree-bench`, which anyone can run: `pip install 'scree[bench]'`,
+Every number here comes from `scree-bench`, which anyone can run: install it from a checkout,
 then `scree-bench --help`. `scree-bench report` writes the results below from the JSON of the runs,
 which holds every sample.
 

@@ -71,7 +71,7 @@ def conversations() -> list[str]:
         corpus = files("chatterbot_corpus")
     except ModuleNotFoundError as error:
         raise DemoError(
-            f"--text: {error.name} is not installed; pip install 'scree[train]', "
+            f"--text: {error.name} is not installed; install scree with the extra train, "
             "or pass a text of your own"
         ) from error
     files_by_topic = sorted((corpus / "data" / "english").iterdir(), key=lambda file: file.name)
