@@ -377,7 +377,7 @@ class Array:
         return Array.unchecked(*parts, self.ragged_dim, self.max_length)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Array.unchecked, (self.values, self.offsets, self.ragged_dim, self.max_length)
+        return restore, (self.values, self.offsets, self.ragged_dim, self.max_length)
 
     # Operators of the standard.
 
@@ -488,6 +488,11 @@ class Array:
 
     def __ge__(self, other: Any, /) -> Array:
         return _binary("greater_equal", self, other)
+
+
+def restore(values: Any, offsets: Any, ragged_dim: int, max_length: int | None) -> Array:
+    """Return the array of a pickle; checks it, as `Array` does."""
+    return Array(values, offsets, ragged_dim, max_length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The backend of JAX."""
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,6 +9,24 @@ import jax.numpy as xp
 import numpy as np
 
 from . import UNREADABLE, Backend
+
+#: Numbers of tokens outside of `jax.jit` after which a warning is due.
+MAX_TOTALS = 10
+_totals: set[int] = set()
+
+
+def _warn_of_many_totals(total: int) -> None:
+    """Warn once if functions ran on many different numbers of tokens outside of `jax.jit`."""
+    if len(_totals) > MAX_TOTALS:
+        return
+    _totals.add(total)
+    if len(_totals) > MAX_TOTALS:
+        warnings.warn(
+            f"functions ran on {MAX_TOTALS + 1} different numbers of tokens outside of jax.jit, and "
+            "JAX compiles each function again for each number; use jax.jit on batches of few shapes, "
+            "which scree.bucket gives",
+            stacklevel=2,
+        )
 
 
 def _peek(x: Any) -> np.ndarray | None:
@@ -25,6 +44,7 @@ def _read(x: Any) -> np.ndarray:
 def _row_ids(repeats: Any, total: int) -> Any:
     host = _peek(repeats)
     if host is not None:
+        _warn_of_many_totals(total)
         row_ids = np.repeat(np.arange(host.size, dtype=host.dtype), host)
         return jax.device_put(row_ids, device(repeats))
     return xp.repeat(xp.arange(repeats.shape[0]), repeats, total_repeat_length=total)

@@ -14,6 +14,12 @@ import pyarrow as pa
 from ..array import Array
 from .dlpack import on_host
 
+#: Remedies for null tokens and for null elements, where `column` is the column.
+DROP_NULLS = "scree.from_lists([[x for x in row if x is not None] for row in column.to_pylist()])"
+REPLACE_NULLS = (
+    "scree.from_lists([[0 if x is None else x for x in row] for row in column.to_pylist()])"
+)
+
 
 def from_arrow(column: Any) -> Array:
     """Return a NumPy ragged array of a column of lists.
@@ -50,14 +56,14 @@ def from_arrow(column: Any) -> Array:
         raise TypeError(
             f"column: expected list<T> or large_list<T>, got {lists.type}; cast it with column.cast"
         )
-    _check_no_nulls(lists, "rows", "fill_null([])")
+    _check_no_nulls(lists, "rows", "column.drop_null() or column.fill_null([])")
     offsets = lists.offsets.to_numpy(zero_copy_only=True)
     values, sizes = lists.values.slice(offsets[0], offsets[-1] - offsets[0]), []
     while pa.types.is_fixed_size_list(values.type):
-        _check_no_nulls(values, "tokens", "fill_null")
+        _check_no_nulls(values, "tokens", DROP_NULLS)
         sizes.append(values.type.list_size)
         values = values.flatten()
-    _check_no_nulls(values, "elements", "fill_null(0)")
+    _check_no_nulls(values, "elements", f"{DROP_NULLS} or {REPLACE_NULLS}")
     dtype = values.type
     is_boolean = pa.types.is_boolean(dtype)
     if not (pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or is_boolean):
@@ -138,8 +144,19 @@ def _as_one_chunk(column: Any) -> Any:
     return column.storage if isinstance(column, pa.ExtensionArray) else column
 
 
+def from_table(table: Any) -> dict[str, Any]:
+    """Return the columns of an Arrow table: ragged arrays of lists, NumPy arrays of numbers."""
+    columns = {name: table.column(name) for name in table.column_names}
+    return {
+        name: column.to_numpy() if _is_flat(column.type) else from_arrow(column)
+        for name, column in columns.items()
+    }
+
+
+def _is_flat(dtype: Any) -> bool:
+    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
+
+
 def _check_no_nulls(x: Any, items: str, remedy: str) -> None:
     if x.null_count:
-        raise ValueError(
-            f"column: expected no null {items}, got {x.null_count}; use drop_null() or {remedy}"
-        )
+        raise ValueError(f"column: expected no null {items}, got {x.null_count}; use {remedy}")

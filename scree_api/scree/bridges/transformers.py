@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..array import Array
 from ..backends import backend
 from ..layout import Layout
-from ..ops.attention import attention
+from ..ops.attention import attention, normalize_window
 from .flash_attn import varlen_attention
 
 #: Mask functions that `forward` does not need: it takes causality and the window from the layer,
@@ -68,8 +68,12 @@ def register(name: str = "scree") -> None:
     results of ``sdpa`` and ``eager`` at every real token: in the forward pass, in its gradients and
     in `generate` with a cache. At padding, attention is 0.
 
-    Arguments of transformers that scree does not support raise: attention dropout, position biases,
-    attention weights, and masks other than causal, windowed, padded or packed.
+    Attention dropout, which many configurations train with, runs PyTorch's own attention with a
+    dense mask of all pairs of tokens: it draws the same numbers as ``sdpa`` and needs as much
+    memory. Set it to 0 for memory linear in the number of tokens.
+
+    Arguments of transformers that scree does not support raise: position biases, attention weights,
+    and masks other than causal, windowed, padded or packed.
 
     Encoders such as BERT find the sequences of a flattened batch only by ``cu_seq_lens_q``.
     Decoders find them by ``position_ids`` too.
@@ -233,7 +237,7 @@ def forward(
     Takes (batch, heads, length, head_dim) tensors; returns (batch, length, heads, value_dim), and
     None for the attention weights.
     """
-    _check_supported(module, dropout, kwargs)
+    _check_supported(module, kwargs)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window: Any = kwargs.get("sliding_window") or None
     if window and not causal:
@@ -246,6 +250,13 @@ def forward(
         "sinks": kwargs.get("s_aux"),
     }
     batch, length = query.shape[0], query.shape[2]
+    if dropout:
+        ids = attention_mask
+        if cu_seq_lens_q is not None:
+            ids = _ids_from_offsets(cu_seq_lens_q, length)
+        elif ids is None and position_ids is not None and batch == 1:
+            ids = torch.cumsum(torch.diff(position_ids, prepend=position_ids[:, :1]) != 1, dim=1)
+        return _dropout_attention(query, key, value, ids, dropout, options), None
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if cu_seq_lens_q is not None:
         if batch != 1:
@@ -277,10 +288,55 @@ def forward(
     return out.unflatten(0, (batch, length)), None
 
 
-def _check_supported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+def _ids_from_offsets(offsets: torch.Tensor, length: int) -> torch.Tensor:
+    """Return (1, length) sequence ids, from 1 on, of a flattened batch."""
+    tokens = torch.arange(length, device=offsets.device)
+    return torch.searchsorted(offsets.to(torch.int64), tokens, right=True)[None]
+
+
+def _dropout_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequence_ids: torch.Tensor | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Compute attention with dropout by PyTorch's own function; see `forward` for the shapes."""
+    for name in ("softcap", "sinks"):
+        if options[name] is not None:
+            raise ValueError(f"dropout: expected 0 with {name}, got {dropout}; use eager")
+    length, kv_length = query.shape[2], key.shape[2]
+    rows = torch.arange(kv_length - length, kv_length, device=query.device)[:, None]
+    columns = torch.arange(kv_length, device=query.device)
+    allowed = torch.ones((length, kv_length), dtype=torch.bool, device=query.device)
+    left, right = normalize_window(options["window"], options["causal"])
+    if right is not None:
+        allowed &= columns <= rows + right
+    if left is not None:
+        allowed &= columns >= rows - left
+    if sequence_ids is not None:
+        ids = torch.nn.functional.pad(sequence_ids, (0, kv_length - sequence_ids.shape[1]))
+        allowed = allowed & (ids != 0)[:, None, None]
+        if length == kv_length:  # padding sees nothing, so its result is 0
+            allowed = allowed & (ids != 0)[:, None, :, None]
+            allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=allowed,
+        dropout_p=dropout,
+        scale=options["scale"],
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def _check_supported(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise if a layer requests a feature that scree does not support."""
     requested = {name: kwargs.get(name) for name in UNSUPPORTED_ARGUMENTS}
-    for name, x in {"dropout": dropout or None, **requested}.items():
+    for name, x in requested.items():
         if x is not None and x is not False:
             raise ValueError(
                 f"{name}: scree's attention does not support it, got {x!r:.80}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
     samples
         Arrays or lists of numbers whose first axes differ in length; or mappings of names to them,
         with the same names in each. A field of numbers becomes a dense array with one entry per
-        sample.
+        sample. Or an Arrow table, or a list of them, as ``datasets`` gives with_format("arrow").
     library
         Library of the result; by default the library of the samples, and NumPy for lists and
         numbers.
@@ -55,6 +55,8 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
         raise TypeError(f"samples: expected a list of samples, got {type(samples).__name__}")
     if not len(samples):
         raise ValueError("samples: expected at least one, got none")
+    if _is_table(samples) or _is_table(samples[0]):
+        return _collate_tables([samples] if _is_table(samples) else samples, library)
     if not isinstance(samples[0], Mapping):
         return _collate_field("samples", samples, library)
     names = set(samples[0])
@@ -63,16 +65,42 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
             raise ValueError(
                 f"samples[{i}]: expected the names {sorted(names)}, got {sorted(sample)}"
             )
+    fields = ((n, _collate_field(n, [s[n] for s in samples], library)) for n in samples[0])
+    return _share_layouts(fields)
+
+
+def _share_layouts(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields by name; ragged ones of equal lengths on one layout."""
     batch: dict[str, Any] = {}
     layouts: dict[tuple[Any, ...], Array] = {}
-    for name in samples[0]:
-        field = _collate_field(name, [sample[name] for sample in samples], library)
+    for name, field in fields:
         if isinstance(field, Array):
             lib, offsets = field.layout.backend, field.layout.read_offsets()
             key = (lib.name, str(field.device), offsets.tobytes())
             field = layouts.setdefault(key, field).with_values(field.values)
         batch[name] = field
     return batch
+
+
+def _is_table(x: Any) -> bool:
+    return hasattr(x, "column_names") and hasattr(x, "to_batches")
+
+
+def _collate_tables(tables: Sequence[Any], library: Any) -> dict[str, Any]:
+    """Return the columns of Arrow tables, one under the other."""
+    from pyarrow import concat_tables
+
+    from ..bridges.arrow import from_table
+
+    columns = from_table(concat_tables(tables))
+    if library is not None:
+        columns = {
+            name: to_backend(x, library)
+            if isinstance(x, Array)
+            else convert(x, backend_of(library))
+            for name, x in columns.items()
+        }
+    return _share_layouts(columns.items())
 
 
 def _collate_field(name: str, items: Sequence[Any], library: Any) -> Any:

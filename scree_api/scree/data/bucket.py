@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..array import Array
-from ..broadcasting import check_ragged
-from ..checks import check_number, check_scalar
+from ..backends import Backend
+from ..broadcasting import check_ragged, check_shared_layout
+from ..checks import check_dense, check_number, check_scalar
 from ..construct import pack
 from ..indexing.getitem import drop_tail
 from ..layout import Layout
@@ -18,7 +19,7 @@ from ..layout import Layout
 MIN_GROWTH = 1.01
 
 
-def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array, Any]:
+def bucket(arr: Array, *others: Any, growth: float = 2, fill_value: Any = 0) -> tuple[Any, ...]:
     """Pad a batch to one of few shapes, so that a stream of batches is compiled few times.
 
     The function reads the offsets. It rounds three sizes up to the next power of `growth`: the
@@ -31,17 +32,21 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     ----------
     arr
         (n, None, ...) ragged array.
+    *others
+        Labels and other arrays of the same rows, padded in the same way: ragged arrays with the
+        rows of `arr`, or dense arrays (n, ...) with one entry per row.
     growth
         Ratio of one size to the next smaller one, at least 1.01. A smaller ratio pads less and
         compiles more often.
     fill_value
-        Value of the added tokens, a scalar of the dtype of `arr`.
+        Value of the added tokens and entries, a scalar of the dtype of the array; or a tuple with
+        one value per array.
 
     Returns
     -------
-    padded, is_row
-        (m, None, ...) ragged array, with `max_length` set; and (m,) booleans, True for the rows of
-        `arr`. These rows come first, in order.
+    padded, *others, is_row
+        (m, None, ...) ragged array, with `max_length` set; the other arrays, ragged ones on its
+        layout; and (m,) booleans, True for the rows of `arr`. These rows come first, in order.
 
     Raises
     ------
@@ -49,7 +54,7 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
         If `arr` is not a ragged array, or its dtype cannot represent `fill_value`. Also under a
         trace, where the offsets cannot be read.
     ValueError
-        If `growth` is less than `MIN_GROWTH`.
+        If `growth` is less than `MIN_GROWTH`, or another array has other rows.
 
     Examples
     --------
@@ -59,9 +64,20 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     (array([1, 2, 3, 4, 5, 0, 0, 0]), array([2, 0, 3, 0, 3], dtype=int32), 4)
     >>> is_row
     array([ True,  True,  True, False, False])
+
+    >>> tokens, labels = scree.from_lists([[1, 2], [3]]), np.asarray([0, 1])
+    >>> tokens, labels, is_row = scree.bucket(tokens, labels, fill_value=(0, -1))
+    >>> labels
+    array([ 0,  1, -1])
     """
     arr = drop_tail(check_ragged("arr", arr))
-    fill_value = check_scalar("fill_value", fill_value, arr.values)
+    fill_values = fill_value if isinstance(fill_value, tuple) else (fill_value,) * (1 + len(others))
+    if len(fill_values) != 1 + len(others):
+        raise ValueError(
+            f"fill_value: expected one value for each of {1 + len(others)} arrays, got {fill_value}"
+        )
+    check_scalar("fill_value", fill_values[0], arr.values)
+    others = tuple(_check_other(f"others[{i}]", x, arr) for i, x in enumerate(others))
     layout, lengths = arr.layout, np.diff(arr.layout.read_offsets())
     growth = check_number("growth", growth, above=1)
     if not MIN_GROWTH <= growth < math.inf:
@@ -82,12 +98,37 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     lib, device = layout.backend, layout.device
     padded_layout = Layout.from_host_lengths(lib, padded_lengths, like=arr.offsets)
     padded_layout.max_length = max_length
-    fill_shape = list(arr.values.shape)
-    fill_shape[arr.ragged_dim] = num_fill_tokens
-    fill = lib.from_host(np.full(fill_shape, fill_value), arr.dtype, device)
-    values = pack([arr.values, fill], ragged_dim=arr.ragged_dim).values
+    padded = []
+    for x, value in zip((arr, *others), fill_values, strict=True):
+        if isinstance(x, Array):
+            values = _append(lib, x.values, x.ragged_dim, num_fill_tokens, value)
+            padded.append(Array.from_layout(values, padded_layout, x.ragged_dim))
+        else:
+            padded.append(_append(lib, x, 0, num_rows - layout.num_rows, value))
     is_row = lib.from_host(np.arange(num_rows) < layout.num_rows, lib.xp.bool, device)
-    return Array.from_layout(values, padded_layout, arr.ragged_dim), is_row
+    return *padded, is_row
+
+
+def _check_other(name: str, x: Any, arr: Array) -> Any:
+    """Return another array of the rows of `arr`, without its tail."""
+    if isinstance(x, Array):
+        x = drop_tail(x)
+        check_shared_layout(name, (arr, x))
+        return x
+    check_dense(name, x, arr.values)
+    if x.ndim == 0 or x.shape[0] != arr.batch_size:
+        raise ValueError(
+            f"{name}: expected one entry for each of {arr.batch_size} rows, got {tuple(x.shape)}"
+        )
+    return x
+
+
+def _append(lib: Backend, x: Any, axis: int, count: int, value: Any) -> Any:
+    """Return a dense array with `count` more entries of one value along an axis."""
+    value = check_scalar("fill_value", value, x)
+    shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
+    fill = lib.from_host(np.full(shape, value), x.dtype, lib.device(x))
+    return pack([x, fill], ragged_dim=axis).values
 
 
 def _round_up(n: int, growth: float) -> int:

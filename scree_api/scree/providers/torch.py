@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..array import Array
+from ..array import Array, restore
 from ..backends.torch import BACKEND
 from ..dispatch.registry import register_kernel
 from ..layout import Layout
@@ -24,6 +24,7 @@ pytree.register_pytree_node(
     lambda children, static: Array.unchecked(*children, *static),
     serialized_type_name="scree.Array",
 )
+torch.serialization.add_safe_globals([restore])  # `torch.load` with weights_only, its default
 
 
 #: Method of a tensor -> function of the standard, and whether its arguments are swapped.

@@ -125,7 +125,7 @@ def test_from_pandas_of_an_arrow_column() -> None:
 @pytest.mark.parametrize(
     "column, error, message",
     [
-        (pa.array([[1], None, [2]]), ValueError, r"no null rows, got 1; use drop_null\(\)"),
+        (pa.array([[1], None, [2]]), ValueError, r"no null rows, got 1; use column"),
         (pa.array([[1, None], [2]]), ValueError, "no null elements, got 1"),
         (
             pa.array([[[1, 2], None]], type=pa.list_(pa.list_(pa.int64(), 2))),
@@ -150,3 +150,28 @@ def test_to_arrow_unsupported_array_raises() -> None:
         to_arrow(make_array().with_values(np.zeros((6, 0))))
     with pytest.raises(TypeError, match="Arrow has no complex64"):
         to_arrow(make_array("complex64"))
+
+
+def test_remedies_for_nulls_work() -> None:
+    column = pa.chunked_array(
+        [pa.array([[1, None], [3]]), pa.array([[None]], pa.list_(pa.int64()))]
+    )
+    with pytest.raises(ValueError, match="column: expected no null elements, got 2; use ") as error:
+        from_arrow(column)
+    remedies = str(error.value).partition("use ")[2].split(" or ")
+    rows = [eval(remedy, {"scree": scree, "column": column}).tolist() for remedy in remedies]
+    assert rows == [[[1], [3], []], [[1, 0], [3], [0]]]
+    column = pa.array([[1], None])
+    with pytest.raises(ValueError, match="column: expected no null rows, got 1; use ") as error:
+        from_arrow(column)
+    remedies = str(error.value).partition("use ")[2].split(" or ")
+    rows = [from_arrow(eval(remedy, {"column": column})).tolist() for remedy in remedies]
+    assert rows == [[[1]], [[1], []]]
+
+
+def test_collate_of_arrow_tables() -> None:
+    table = pa.table({"ids": [[1, 2], [], [3]], "label": [0.5, 1.5, 2.5]})
+    for samples in (table, [table[:1], table[1:]]):
+        batch = scree.data.collate(samples)
+        assert batch["ids"].tolist() == [[1, 2], [], [3]]
+        assert batch["label"].tolist() == [0.5, 1.5, 2.5]

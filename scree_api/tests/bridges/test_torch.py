@@ -1,5 +1,6 @@
 """Round trips of nested tensors, and ragged arrays as batches of a DataLoader."""
 
+import io
 import pickle
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -223,3 +224,11 @@ def test_nested_round_trip_on_a_device(layout: torch.layout) -> None:
         back.with_values(back.values.detach()).to_numpy(),
         arr.with_values(arr.values.detach()).to_numpy(),
     )
+
+
+def test_torch_load_reads_ragged_arrays_by_default() -> None:
+    arr = scree.from_lengths(torch.arange(5.0), [2, 0, 3])
+    file = io.BytesIO()
+    torch.save({"batch": arr}, file)
+    file.seek(0)
+    assert torch.load(file)["batch"].tolist() == arr.tolist()

@@ -245,6 +245,52 @@ def test_compiled_window_with_gaps_raises() -> None:
         compiled_model(ids, attention_mask=mask, use_cache=False)
 
 
+DROPOUT = {
+    "bert": transformers.BertConfig(**SIZE, attention_probs_dropout_prob=0.1),
+    "roberta": transformers.RobertaConfig(**SIZE, attention_probs_dropout_prob=0.1),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("form", ["padded", "flattened"])
+def test_training_with_attention_dropout_agrees_with_sdpa(name: str, form: str) -> None:
+    """Equal seeds give equal dropout, so that losses and gradients are equal."""
+    ids = tokens()
+    batch: dict[str, Any] = dict(to_hf_flattened(ids))
+    if form == "padded":
+        padded, mask = to_hf_padded(ids)
+        batch = {"input_ids": padded, "attention_mask": mask}
+    elif name != "gpt2":
+        return  # sdpa finds the sequences of a flattened batch in decoders only
+    results = []
+    for attention in ("scree", "sdpa"):
+        torch.manual_seed(0)
+        kind = transformers.AutoModelForCausalLM if name == "gpt2" else transformers.AutoModel
+        net = kind.from_config(DROPOUT[name], attn_implementation=attention).train()
+        torch.manual_seed(1)
+        options = {"use_cache": False} if name == "gpt2" else {}
+        out = net(**batch, **options, output_hidden_states=True).hidden_states[-1]
+        is_token = batch.get("attention_mask", torch.ones(out.shape[:2])).bool()
+        loss = out[is_token].square().mean()
+        loss.backward()
+        results.append([loss.detach(), *gradients(net)])
+    torch.testing.assert_close(*results)
+
+
+def test_attention_dropout_drops_the_given_fraction() -> None:
+    layer = model("llama", "scree").train()
+    q, k = torch.randn(1, 2, 400, 8), torch.zeros(1, 2, 400, 8)
+    v = torch.eye(400).expand(1, 2, 400, 400)
+    out, _ = bridge.forward(layer, q, k, v, None, dropout=0.25, is_causal=False)
+    assert abs(float((out == 0).float().mean()) - 0.25) < 0.01
+    torch.testing.assert_close(out.max(), torch.tensor(1 / 400 / 0.75))
+    with pytest.raises(ValueError, match="dropout: expected 0 with softcap"):
+        bridge.forward(layer, q, k, v, None, dropout=0.25, softcap=1.0)
+
+
 def test_unsupported_arguments_raise() -> None:
     ids, mask = to_hf_padded(tokens())
     llama = model("llama", "scree")
@@ -256,7 +302,7 @@ def test_unsupported_arguments_raise() -> None:
     gaps[2, 4] = 0
     with pytest.raises(ValueError, match="attention_mask: expected padding before or after"):
         model("gemma2", "scree")(ids, attention_mask=gaps)
-    for name in ("dropout", "position_bias", "cache"):
+    for name in ("position_bias", "cache"):
         with pytest.raises(ValueError, match=f"^{name}: scree's attention does not support it"):
             bridge.forward(llama, *(torch.ones(1, 1, 2, 8) for _ in range(3)), None, **{name: 0.5})
     from transformers.masking_utils import causal_mask_function, chunked_overlay, or_masks
