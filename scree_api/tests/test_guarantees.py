@@ -115,6 +115,29 @@ def test_attention_gradient_nan_query_of_the_next_row_has_no_influence(name: str
     assert np.isfinite(arrays.library.read(grad)[:3]).all()
 
 
+@pytest.mark.parametrize("fill", [0.0, 1.0, float("nan"), 3e38])
+@pytest.mark.parametrize("name", [name for name in GRADIENTS if name == "mlx"])
+def test_gradients_beside_a_tail_and_empty_rows_are_finite(name: str, fill: float) -> None:
+    """The tail has no gradient, and a trailing empty row has no influence."""
+    arrays, xp = load(name), load(name).xp
+    values = np.full((5, 3), fill, np.float32)
+    values[:3] = np.arange(9.0).reshape(3, 3) / 7
+    offsets = arrays.i([0, 2, 3, 3])
+    calls = [lambda x, f=f: getattr(xp, f)(x, axis=1) for f in (*REDUCTIONS, "cumulative_sum")]
+    calls += [scree.softmax, scree.log_softmax, scree.logsumexp, lambda x: xp.sort(x, axis=1)]
+    for call in calls:
+
+        def loss(values: Any, call: Any = call) -> Any:
+            out = call(scree.Array(values, offsets, max_length=2))
+            out = out.values[:3, ...] if isinstance(out, scree.Array) else out[:2, ...]
+            return xp.sum(xp.square(out))
+
+        (grad,) = arrays.library.grad(loss, arrays.make(values))
+        grad = arrays.library.read(grad)
+        assert np.isfinite(grad[:3]).all()
+        assert (grad[3:] == 0).all()
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradient_of_an_empty_batch_is_empty(name: str, lengths: list[int]) -> None:
@@ -122,6 +145,10 @@ def test_gradient_of_an_empty_batch_is_empty(name: str, lengths: list[int]) -> N
     calls = [lambda x, f=f: getattr(xp, f)(x, axis=1) for f in (*REDUCTIONS, "cumulative_sum")]
     calls += [scree.softmax, scree.log_softmax, scree.logsumexp, lambda x: xp.sort(x, axis=1)]
     calls += [lambda x: scree.attention(x, x, x, causal=True)]
+    calls += [lambda x, axis=axis: xp.concat([x, x], axis=axis) for axis in (0, 1, 2)]
+    calls += [lambda x: xp.tile(x, (1, 2, 1, 1)), lambda x: xp.repeat(x, 2, axis=1)]
+    calls += [lambda x: xp.flip(x, axis=1), lambda x: xp.roll(x, 1, axis=1), lambda x: x[:, 1:]]
+    calls += [lambda x: xp.diff(x, axis=1), lambda x: scree.to_padded(x, length=2)[0]]
     for call in calls:
 
         def loss(values: Any, call: Any = call) -> Any:

@@ -23,6 +23,7 @@ fill the gaps: reductions and scans in `reductions`, linear algebra in `linalg`,
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 from collections import namedtuple
 from collections.abc import Callable
@@ -60,11 +61,54 @@ _UNCHANGED = """
     cosh divide equal exp floor floor_divide greater greater_equal imag isfinite isinf isnan
     less less_equal log log1p log2 log10 logaddexp logical_and logical_not logical_or
     logical_xor maximum minimum multiply negative not_equal positive pow real reciprocal
-    remainder round sin sinh square sqrt subtract tan tanh trunc take take_along_axis
+    remainder round sin sinh square sqrt subtract tan tanh trunc take_along_axis
     matrix_transpose concat expand_dims flip permute_dims roll squeeze stack tile unstack
     count_nonzero where max min meshgrid
 """.split()
 globals().update({name: getattr(mx, name) for name in _UNCHANGED}, bool=mx.bool_)
+
+# Functions of two operands, of which one may be a Python integer.
+_BINARY = """
+    add bitwise_and bitwise_or bitwise_xor equal floor_divide greater greater_equal less less_equal
+    maximum minimum multiply not_equal remainder subtract where
+""".split()
+
+
+def _take_large_integers(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Return an MLX function that takes Python integers from 2^63 on, as NumPy does for uint64."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Array:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError:  # std::bad_cast
+            is_large = [isinstance(x, int) and x >= 1 << 63 for x in args]
+            if True not in is_large:
+                raise
+            if all(x.dtype != mx.uint64 for x in args if isinstance(x, mx.array)):
+                number = args[is_large.index(True)]
+                raise OverflowError(
+                    f"expected an integer of the dtype of the array, got {number}"
+                ) from None
+            pairs = zip(args, is_large)
+            return function(
+                *(mx.array(np.uint64(x)) if large else x for x, large in pairs), **kwargs
+            )
+
+    return call
+
+
+globals().update({name: _take_large_integers(getattr(mx, name)) for name in _BINARY})
+_clip = _take_large_integers(mx.clip)
+
+
+def take(x: Array, indices: Array, /, *, axis: int | None = None) -> Array:
+    """Return the entries of an axis at some indices."""
+    if x.size == 0 and indices.size == 0 and axis is not None:  # MLX has no gradient
+        axis %= x.ndim
+        return mx.zeros((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]), x.dtype)
+    return mx.take(x, indices, axis=axis)
+
 
 __array_api_version__ = "2024.12"
 
@@ -326,7 +370,7 @@ def _complex(re: Array, im: Array) -> Array:
 
 def clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
     """Return ``x`` within bounds, each of which may be None, with the dtype of ``x``."""
-    return x if min is None and max is None else mx.clip(x, min, max).astype(x.dtype)
+    return x if min is None and max is None else _clip(x, min, max).astype(x.dtype)
 
 
 def signbit(x: Array, /) -> Array:
