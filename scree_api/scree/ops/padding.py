@@ -372,6 +372,9 @@ def _pad(call: PadCall) -> tuple[Any, Any]:
     shape, options = (n, length, *values.shape[1:]), {"dtype": arr.dtype, "device": layout.device}
     if layout.total == 0 or n == 0 or length == 0:
         padded = xp.full(shape, call.fill_value, **options)
+        # The sum of no tokens is 0, and belongs to the graph of a library that records one.
+        if layout.total == 0 and xp.isdtype(arr.dtype, ("real floating", "complex floating")):
+            padded = padded + xp.astype(xp.sum(values), arr.dtype, copy=False)
     else:
         padded = xp.take(values, xp.reshape(layout.clip(tokens), (-1,)), axis=0)
         fill = xp.full((), call.fill_value, **options)

@@ -85,7 +85,7 @@ def _take_large_integers(function: Callable[..., Array]) -> Callable[..., Array]
             is_large = [isinstance(x, int) and x >= 1 << 63 for x in args]
             if True not in is_large:
                 raise
-            if all(x.dtype != mx.uint64 for x in args if isinstance(x, mx.array)):
+            if builtins.all(x.dtype != mx.uint64 for x in args if isinstance(x, mx.array)):
                 number = args[is_large.index(True)]
                 raise OverflowError(
                     f"expected an integer of the dtype of the array, got {number}"
