@@ -19,6 +19,8 @@ from . import checks
 from .backends import backend, is_array
 from .layout import Layout, check_offsets
 
+BinaryOperator = Callable[["Array", Any], "Array"]
+
 #: Versions of the standard that a namespace may be asked for.
 VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
@@ -48,6 +50,32 @@ def _not_filled(*args: Any) -> NoReturn:
 
 #: Filled by `scree.namespace`.
 UPPER = UpperLayers({}, _not_filled, _not_filled)
+
+
+def _unary(function: str) -> Callable[[Array], Array]:
+    """Return an operator that calls a function of the standard."""
+
+    def operator(self: Array) -> Array:
+        return getattr(UPPER.namespaces[self.layout.backend.name], function)(self)  # type: ignore[no-any-return]
+
+    return operator
+
+
+def _binary(function: str, is_reflected: bool = False) -> BinaryOperator:
+    """Return an operator with a second operand; a reflected one swaps them."""
+
+    def operator(self: Array, other: Any, /) -> Array:
+        if not isinstance(other, OPERANDS) and not is_array(other):
+            return NotImplemented  # type: ignore[no-any-return]
+        f = getattr(UPPER.namespaces[self.layout.backend.name], function)
+        return f(other, self) if is_reflected else f(self, other)  # type: ignore[no-any-return]
+
+    return operator
+
+
+def _with_reflected(function: str) -> tuple[BinaryOperator, BinaryOperator]:
+    """Return an operator and its reflected form."""
+    return _binary(function), _binary(function, is_reflected=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -357,113 +385,30 @@ class Array:
 
     # Operators of the standard.
 
-    def __neg__(self) -> Array:
-        return _unary("negative", self)
-
-    def __pos__(self) -> Array:
-        return _unary("positive", self)
-
-    def __abs__(self) -> Array:
-        return _unary("abs", self)
-
-    def __invert__(self) -> Array:
-        return _unary("bitwise_invert", self)
-
-    def __add__(self, other: Any, /) -> Array:
-        return _binary("add", self, other)
-
-    def __sub__(self, other: Any, /) -> Array:
-        return _binary("subtract", self, other)
-
-    def __mul__(self, other: Any, /) -> Array:
-        return _binary("multiply", self, other)
-
-    def __truediv__(self, other: Any, /) -> Array:
-        return _binary("divide", self, other)
-
-    def __floordiv__(self, other: Any, /) -> Array:
-        return _binary("floor_divide", self, other)
-
-    def __mod__(self, other: Any, /) -> Array:
-        return _binary("remainder", self, other)
-
-    def __pow__(self, other: Any, /) -> Array:
-        return _binary("pow", self, other)
-
-    def __and__(self, other: Any, /) -> Array:
-        return _binary("bitwise_and", self, other)
-
-    def __or__(self, other: Any, /) -> Array:
-        return _binary("bitwise_or", self, other)
-
-    def __xor__(self, other: Any, /) -> Array:
-        return _binary("bitwise_xor", self, other)
-
-    def __lshift__(self, other: Any, /) -> Array:
-        return _binary("bitwise_left_shift", self, other)
-
-    def __rshift__(self, other: Any, /) -> Array:
-        return _binary("bitwise_right_shift", self, other)
-
-    def __matmul__(self, other: Any, /) -> Array:
-        return _binary("matmul", self, other)
-
-    def __radd__(self, other: Any, /) -> Array:
-        return _reflected("add", self, other)
-
-    def __rsub__(self, other: Any, /) -> Array:
-        return _reflected("subtract", self, other)
-
-    def __rmul__(self, other: Any, /) -> Array:
-        return _reflected("multiply", self, other)
-
-    def __rtruediv__(self, other: Any, /) -> Array:
-        return _reflected("divide", self, other)
-
-    def __rfloordiv__(self, other: Any, /) -> Array:
-        return _reflected("floor_divide", self, other)
-
-    def __rmod__(self, other: Any, /) -> Array:
-        return _reflected("remainder", self, other)
-
-    def __rpow__(self, other: Any, /) -> Array:
-        return _reflected("pow", self, other)
-
-    def __rand__(self, other: Any, /) -> Array:
-        return _reflected("bitwise_and", self, other)
-
-    def __ror__(self, other: Any, /) -> Array:
-        return _reflected("bitwise_or", self, other)
-
-    def __rxor__(self, other: Any, /) -> Array:
-        return _reflected("bitwise_xor", self, other)
-
-    def __rlshift__(self, other: Any, /) -> Array:
-        return _reflected("bitwise_left_shift", self, other)
-
-    def __rrshift__(self, other: Any, /) -> Array:
-        return _reflected("bitwise_right_shift", self, other)
-
-    def __rmatmul__(self, other: Any, /) -> Array:
-        return _reflected("matmul", self, other)
-
-    def __eq__(self, other: Any, /) -> Array:  # type: ignore[override]
-        return _binary("equal", self, other)
-
-    def __ne__(self, other: Any, /) -> Array:  # type: ignore[override]
-        return _binary("not_equal", self, other)
-
-    def __lt__(self, other: Any, /) -> Array:
-        return _binary("less", self, other)
-
-    def __le__(self, other: Any, /) -> Array:
-        return _binary("less_equal", self, other)
-
-    def __gt__(self, other: Any, /) -> Array:
-        return _binary("greater", self, other)
-
-    def __ge__(self, other: Any, /) -> Array:
-        return _binary("greater_equal", self, other)
+    __neg__ = _unary("negative")
+    __pos__ = _unary("positive")
+    __abs__ = _unary("abs")
+    __invert__ = _unary("bitwise_invert")
+    __add__, __radd__ = _with_reflected("add")
+    __sub__, __rsub__ = _with_reflected("subtract")
+    __mul__, __rmul__ = _with_reflected("multiply")
+    __truediv__, __rtruediv__ = _with_reflected("divide")
+    __floordiv__, __rfloordiv__ = _with_reflected("floor_divide")
+    __mod__, __rmod__ = _with_reflected("remainder")
+    __pow__, __rpow__ = _with_reflected("pow")
+    __and__, __rand__ = _with_reflected("bitwise_and")
+    __or__, __ror__ = _with_reflected("bitwise_or")
+    __xor__, __rxor__ = _with_reflected("bitwise_xor")
+    __lshift__, __rlshift__ = _with_reflected("bitwise_left_shift")
+    __rshift__, __rrshift__ = _with_reflected("bitwise_right_shift")
+    __matmul__, __rmatmul__ = _with_reflected("matmul")
+    # Python reflects a comparison by itself: for a < b it asks b > a.
+    __eq__ = _binary("equal")  # type: ignore[assignment]
+    __ne__ = _binary("not_equal")  # type: ignore[assignment]
+    __lt__ = _binary("less")
+    __le__ = _binary("less_equal")
+    __gt__ = _binary("greater")
+    __ge__ = _binary("greater_equal")
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -477,22 +422,6 @@ def _bits(xp: Any, dtype: Any) -> int:
     if xp.isdtype(dtype, "complex floating"):
         return 2 * int(xp.finfo(dtype).bits)
     return int((xp.iinfo if xp.isdtype(dtype, "integral") else xp.finfo)(dtype).bits)
-
-
-def _unary(function: str, x: Array) -> Array:
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x)  # type: ignore[no-any-return]
-
-
-def _binary(function: str, x: Array, other: Any) -> Array:
-    if not isinstance(other, OPERANDS) and not is_array(other):
-        return NotImplemented  # type: ignore[no-any-return]
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x, other)  # type: ignore[no-any-return]
-
-
-def _reflected(function: str, x: Array, other: Any) -> Array:
-    if not isinstance(other, OPERANDS) and not is_array(other):
-        return NotImplemented  # type: ignore[no-any-return]
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(other, x)  # type: ignore[no-any-return]
 
 
 #: Operands besides dense arrays.
