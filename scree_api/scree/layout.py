@@ -137,7 +137,7 @@ class Layout:
         The offsets have the dtype and the device of `like`; without it they are on `device`, int32,
         or int64 if the total needs it.
         """
-        host = _offsets_of(lengths)
+        host = host_offsets_of(lengths)
         dtype = index_dtype(backend.xp, int(host[-1]), like)
         device = device if like is None else backend.device(like)
         host = host if dtype == backend.xp.int64 else host.astype(np.int32)
@@ -244,7 +244,7 @@ class Layout:
     def set_host_lengths(self, lengths: np.ndarray) -> None:
         """Store known row lengths, so that the offsets never have to be read."""
         if self._host is None:
-            self._host = _offsets_of(lengths)
+            self._host = host_offsets_of(lengths)
 
     def read_offsets(self) -> np.ndarray:
         """Return the offsets in host memory; wait for the device if they are not known there."""
@@ -427,7 +427,8 @@ class Layout:
         return self.xp.where(index < size, index, max(size - 1, 0))
 
 
-def _offsets_of(lengths: np.ndarray) -> np.ndarray:
+def host_offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Return the offsets of rows of the given lengths, int64."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     lengths.cumsum(dtype=np.int64, out=offsets[1:])
     return offsets

@@ -25,7 +25,7 @@ from ..broadcasting import (
 from ..construct import unpack
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import select, take_rows
-from ..layout import Layout
+from ..layout import Layout, host_offsets_of
 from .binding import Standard, implements
 
 
@@ -401,9 +401,8 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard)
     offsets = x.layout.read_offsets()
     counts = _read_counts(repeats.values, (x.total_length,), x)
     counts = np.broadcast_to(counts, (x.total_length,))[: offsets[-1]]  # without the tail
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    new_offsets = ends[offsets]
-    layout = Layout.from_host_lengths(std.backend, np.diff(new_offsets), like=x.offsets)
+    lengths = np.diff(host_offsets_of(counts)[offsets])
+    layout = Layout.from_host_lengths(std.backend, lengths, like=x.offsets)
     tokens = x.layout.to_index(np.repeat(np.arange(counts.size), counts))
     return Array.from_layout(std.xp.take(x.values, tokens, axis=dim), layout, dim)
 

@@ -52,8 +52,7 @@ def _table_index(std: Standard, table: Any, indices: Any) -> Any:
     host = std.backend.peek(indices)
     if host is None or not host.size:
         return indices
-    where = ", the rows of x"
-    checks.check_index_bounds("indices", host, size, low=-size, where=where, error=IndexError)
+    checks.check_index_bounds("indices", host, size, ", the rows of x", from_end=True)
     return std.xp.where(indices < 0, indices + size, indices) if host.min() < 0 else indices
 
 

@@ -22,7 +22,8 @@ from ..array import Array
 from ..backends import backend, is_array
 from ..broadcasting import expand_to_tokens, moveaxis
 from ..dispatch.operation import define_operation
-from ..layout import Layout
+from ..layout import Layout, has_same_rows, host_offsets_of
+from ..ops.row_chunks import slice_rows
 from ..ops.segment import append_axes
 
 FULL = slice(None)
@@ -129,10 +130,7 @@ def read_row_index(key: Any, n: int) -> np.ndarray:
         raise TypeError(
             f"index: expected an integer, a slice or an array of rows, got {type(key).__name__}"
         )
-    if is_array(key):
-        rows = backend(key).read(key)
-    else:
-        rows = np.asarray(key, dtype=None if key else np.int64)
+    rows = checks.read_integers("index", key)
     if rows.dtype.kind == "b":
         if rows.shape != (n,):
             raise IndexError(
@@ -143,25 +141,16 @@ def read_row_index(key: Any, n: int) -> np.ndarray:
         raise IndexError(
             f"index: expected one axis of integers or booleans, got {rows.dtype} of shape {rows.shape}"
         )
-    checks.check_index_bounds("index", rows, n, low=-n, where=", the rows", error=IndexError)
+    checks.check_index_bounds("index", rows, n, ", the rows", from_end=True)
     rows = rows.astype(np.int64, copy=False)  # narrow dtypes do not hold n
     return np.where(rows < 0, rows + n, rows)
 
 
 def _row_range(arr: Array, start: int, stop: int) -> Array:
-    host = arr.layout.read_offsets()[start : stop + 1]
-    first, last = int(host[0]), int(host[-1])
-    offsets = arr.offsets[start : stop + 1]
-    layout = Layout(
-        arr.layout.backend,
-        offsets - first if first else offsets,
-        last - first,
-        None,
-        host - host[0],
-    )
-    return Array.from_layout(
-        arr.values[(FULL,) * arr.ragged_dim + (slice(first, last), ...)], layout, arr.ragged_dim
-    )
+    host = arr.layout.read_offsets()
+    tokens = slice(int(host[start]), int(host[stop]))
+    values = arr.values[(FULL,) * arr.ragged_dim + (tokens, ...)]
+    return Array.from_layout(values, slice_rows(arr.layout, start, stop), arr.ragged_dim)
 
 
 def drop_tail(arr: Array) -> Array:
@@ -198,9 +187,8 @@ def _slice(arr: Array, key: slice) -> Array:
 
     first = bound(key.start, np.zeros_like(lengths) if step > 0 else lengths - 1)
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
-    new = Layout.from_host_lengths(
-        old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets
-    )
+    counts = np.maximum(0, -((first - stop) // step))
+    new = Layout.from_host_lengths(old.backend, counts, like=arr.offsets)
     return select(arr, new, old.offsets[:-1] + old.to_index(first), step, distinct=True)
 
 
@@ -277,18 +265,16 @@ def _token(arr: Array, i: int, fill_value: Any) -> Any:
             "NaN value; arr.validate() reads them once"
         )
     values = moveaxis(xp, arr.values, arr.ragged_dim, 0)
-    if layout.num_rows == 0:
-        return xp.zeros((0, *values.shape[1:]), dtype=arr.dtype, device=layout.device)
-    fill_value = float("nan") if fill_value is None else fill_value
-    if layout.total == 0:
-        return xp.full(
-            (layout.num_rows, *values.shape[1:]), fill_value, dtype=arr.dtype, device=layout.device
-        )
+    if fill_value is None:
+        fill_value = float("nan") if layout.num_rows else 0
+    options = {"dtype": arr.dtype, "device": layout.device}
+    if 0 in (layout.num_rows, layout.total):
+        return xp.full((layout.num_rows, *values.shape[1:]), fill_value, **options)
     tokens = layout.offsets[:-1] + i if i >= 0 else layout.offsets[1:] + i
     out = xp.take(values, layout.clip(tokens), axis=0)
     if layout.host_offsets is None:
-        fill = xp.full((), fill_value, dtype=arr.dtype, device=layout.device)
-        out = xp.where(append_axes(xp, layout.lengths >= need, out.ndim), out, fill)
+        is_long_enough = append_axes(xp, layout.lengths >= need, out.ndim)
+        out = xp.where(is_long_enough, out, xp.full((), fill_value, **options))
     return out
 
 
@@ -339,8 +325,7 @@ def _slice_axis(arr: Array, x: Any, key: slice, axis: int) -> tuple[Any, slice]:
 def _array_of_list(arr: Array, key: Any) -> Any:
     if not isinstance(key, list):
         return key
-    host = np.asarray(key, dtype=None if key else np.int64)
-    return arr.layout.backend.from_host(host, None, arr.layout.device)
+    return arr.layout.backend.from_host(checks.read_integers("index", key), None, arr.layout.device)
 
 
 def _is_out_of_bounds(key: slice, size: Any) -> bool:
@@ -408,9 +393,7 @@ def normalize_element_index(arr: Array, key: Any, axis: int, size: int) -> Any:
         key = lib.from_host(host, None, arr.layout.device)
     if not xp.isdtype(key.dtype, "integral"):
         raise TypeError(f"index: expected integers or booleans {where}, got {key.dtype}")
-    checks.check_index_bounds(
-        "index", lib.peek(key), size, low=-size, where=f" {where}", error=IndexError
-    )
+    checks.check_index_bounds("index", lib.peek(key), size, f" {where}", from_end=True)
     key = xp.astype(key, arr.offsets.dtype, copy=False)
     return xp.where(key < 0, key + size, key)
 
@@ -442,15 +425,14 @@ def _mask(arr: Array, mask: Array) -> Array:
         raise IndexError(
             f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}"
         )
-    if mask.layout is not arr.layout and not np.array_equal(
-        mask.layout.read_offsets(), arr.layout.read_offsets()
-    ):
-        raise IndexError("index: expected a mask with the rows of the array, got other lengths")
+    mask.layout.read_offsets()
     layout, lib, offsets = arr.layout, arr.layout.backend, arr.layout.read_offsets()
+    if not has_same_rows(mask.layout, layout):
+        raise IndexError("index: expected a mask with the rows of the array, got other lengths")
     chosen = lib.read(mask.values)[: offsets[-1]]  # without the tail
     per_token = chosen.sum(axis=tuple(range(1, chosen.ndim)))
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_token)])
-    new = Layout.from_host_lengths(lib, np.diff(counts[offsets]), like=arr.offsets)
+    lengths = np.diff(host_offsets_of(per_token)[offsets])
+    new = Layout.from_host_lengths(lib, lengths, like=arr.offsets)
     size = math.prod(expected)
     flat = layout.xp.reshape(arr.values, (size, *arr.values.shape[mask.values.ndim :]))
     index = layout.to_index(np.flatnonzero(chosen), size)

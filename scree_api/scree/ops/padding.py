@@ -21,7 +21,7 @@ from ..checks import (
 )
 from ..construct import offsets_from_lengths
 from ..dispatch.operation import define_operation
-from ..layout import Layout, index_dtype
+from ..layout import Layout, host_offsets_of, index_dtype
 from .segment import append_axes
 
 __all__ = ["from_padded", "to_padded"]
@@ -230,8 +230,7 @@ def _mark(call: MarkCall) -> tuple[Any, Any]:
     xp, device = lib.xp, lib.device(call.mask)
     if call.total is None:
         host = lib.read(call.mask) != 0
-        ends = np.cumsum(np.count_nonzero(host, axis=1))
-        results = np.concatenate([[0], ends]), np.flatnonzero(host)
+        results = host_offsets_of(np.count_nonzero(host, axis=1)), np.flatnonzero(host)
         return tuple(lib.from_host(x, call.dtype, device) for x in results)
     marks = xp.astype(is_nonzero(xp, call.mask), call.dtype)
     counts = xp.cumulative_sum(xp.reshape(marks, (-1,)), dtype=call.dtype)
