@@ -12,7 +12,7 @@ import numpy as np
 
 from . import checks
 from .array import Array
-from .backends import constant, is_array
+from .backends import backend, constant, is_array
 from .layout import has_same_rows
 
 SCALARS = *checks.NUMBERS, np.generic
@@ -162,6 +162,18 @@ def mask_tail(x: Array, values: Any, fill_value: Any = 0) -> Any:
     if mask is None:
         return values
     return x.layout.xp.where(expand_to_tokens(x, mask), values, fill_value)
+
+
+def peek_tokens(x: Any, per_token: Any) -> np.ndarray | None:
+    """Return integers, one per token of `x`, in host memory and without its tail.
+
+    The result is None if reading them, or the offsets that tell the tail, is not free.
+    """
+    host = backend(per_token).peek(per_token)
+    if host is None or not isinstance(x, Array) or x.layout.has_no_tail:
+        return host
+    offsets = x.layout.host_offsets
+    return None if offsets is None else host[: offsets[-1]]
 
 
 def normalize_axes(name: str, axis: Any, ndim: int) -> tuple[int, ...]:

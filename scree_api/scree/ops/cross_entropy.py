@@ -18,6 +18,7 @@ from ..broadcasting import (
     as_values,
     check_ragged,
     check_same_rows,
+    peek_tokens,
     with_values_like,
 )
 from ..checks import (
@@ -163,7 +164,6 @@ def _check_tokens(name: str, x: Any) -> Any:
 def _check_targets(call: LossCall, classes: int) -> Any:
     """Return the labels; raise unless each token's target is a class, and the reduction is known."""
     x, targets, values = call.tokens, call.targets, call.values
-    lib = backend(values)
     if isinstance(x, Array):
         if check_ragged("targets", targets).ndim != 2:
             raise ValueError(
@@ -186,12 +186,9 @@ def _check_targets(call: LossCall, classes: int) -> Any:
         raise ValueError(
             f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}"
         )
-    offsets = x.layout.host_offsets if isinstance(x, Array) else None
-    is_readable = not lib.is_compiling() if not isinstance(x, Array) else offsets is not None
     labels = check_integers("targets", as_values(targets), values)
-    host = lib.peek(labels) if is_readable else None
+    host = peek_tokens(x, labels)
     if host is not None:
-        host = host[: None if offsets is None else offsets[-1]]
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
         if wrong.size:
             raise ValueError(

@@ -15,6 +15,7 @@ from ..broadcasting import (
     check_ragged,
     check_ragged_axis_first,
     describe_difference,
+    peek_tokens,
 )
 from ..checks import check_flag, check_index_bounds, check_integer, check_integers, check_shape
 from ..dispatch.operation import define_operation
@@ -311,18 +312,14 @@ def _token_indices(name: str, x: Any, index: Any, size: int) -> Any:
         raise ValueError(f"{name}: expected the rows of x, got {describe_difference(x, index)}")
     indices = check_integers(name, as_values(index), values)
     check_shape(name, indices, (values.shape[0],), "one number per token")
-    lib, layout = backend(values), None
-    if isinstance(x, Array) or isinstance(index, Array):
-        layout = x.layout if isinstance(x, Array) else index.layout
-    host = lib.peek(indices)
-    if host is not None and layout is not None and not layout.has_no_tail:
-        host = None if layout.host_offsets is None else host[: layout.host_offsets[-1]]
-    check_index_bounds(name, host, size)
-    mask = None if layout is None else layout.token_mask
+    tokens = x if isinstance(x, Array) else index
+    check_index_bounds(name, peek_tokens(tokens, indices), size)
+    mask = tokens.layout.token_mask if isinstance(tokens, Array) else None
     if mask is None:
         return indices
-    indices = lib.xp.astype(indices, index_dtype(lib.xp, size, indices), copy=False)
-    return lib.xp.where(mask, indices, size)
+    xp = backend(values).xp
+    indices = xp.astype(indices, index_dtype(xp, size, indices), copy=False)
+    return xp.where(mask, indices, size)
 
 
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:
