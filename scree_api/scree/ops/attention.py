@@ -34,7 +34,7 @@ from ..checks import (
 )
 from ..dispatch.operation import define_operation
 from ..layout import Layout, Tiles
-from .row_chunks import append_tail, split_rows
+from .row_chunks import join_rows, split_rows
 from .segment import append_axes, gather_tiles
 
 __all__ = ["attention"]
@@ -369,10 +369,10 @@ def _attention(call: AttentionCall) -> Any:
     key = ("attention schedule", size, call.window, is_known)
     schedule = layout.cached(key, lambda: _make_schedule(call, size, is_known), pair=k_layout)
     tiles = k_layout.tiles(KEY_TILE)
-    k_tiles, v_tiles = (_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v))
+    kv_tiles = [_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v)]
     chunks = _chunks(call, schedule)
-    is_finite = _are_known_finite(call, k_tiles, v_tiles)
-    parts = [_attend(call, schedule, chunk, k_tiles, v_tiles, wide, is_finite) for chunk in chunks]
+    is_finite = _are_known_finite(call, kv_tiles)
+    parts = [_attend(call, schedule, chunk, kv_tiles, is_finite) for chunk in chunks]
 
     def to_tokens(blocks: list[Any], dtype: Any) -> Array:
         joined = blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)
@@ -383,7 +383,7 @@ def _attention(call: AttentionCall) -> Any:
     return (out, to_tokens([part[1] for part in parts], wide)) if call.return_lse else out
 
 
-def _are_known_finite(call: AttentionCall, k_tiles: Any, v_tiles: Any) -> bool:
+def _are_known_finite(call: AttentionCall, kv_tiles: list[Any]) -> bool:
     """Return whether queries, keys and values are known, without waiting for a device, to be finite.
 
     A sum may overflow; then they count as not finite.
@@ -391,9 +391,8 @@ def _are_known_finite(call: AttentionCall, k_tiles: Any, v_tiles: Any) -> bool:
     xp, backend = call.q.layout.xp, call.q.layout.backend
     if backend.is_compiling():
         return False
-    return bool(
-        backend.peek(xp.isfinite(xp.sum(call.q.values) + xp.sum(k_tiles) + xp.sum(v_tiles)))
-    )
+    total = sum(xp.sum(x) for x in (call.q.values, *kv_tiles))
+    return bool(backend.peek(xp.isfinite(total)))
 
 
 def _row_bounds(
@@ -428,13 +427,10 @@ def _attend_ranges(call: AttentionCall, bounds: np.ndarray) -> Any:
     v = Array.from_layout(call.v.values, k.layout)
     for part_q, part_k, part_v in zip(*(split_rows(x, bounds) for x in (q, k, v)), strict=True):
         part_v = Array.from_layout(part_v.values, part_k.layout)
-        part = _attention.run_call(replace(call, q=part_q, k=part_k, v=part_v), "standard")
-        results.append(part if call.return_lse else (part,))
-    joined = [
-        q.with_values(q.layout.xp.concat(append_tail(q, [x.values for x in parts]), axis=0))
-        for parts in zip(*results, strict=True)
-    ]
-    return tuple(joined) if call.return_lse else joined[0]
+        part = replace(call, q=part_q, k=part_k, v=part_v, return_lse=True)
+        results.append(_attention.run_call(part, "standard"))
+    out, lse = (join_rows(q, [x.values for x in parts]) for parts in zip(*results, strict=True))
+    return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)
 
 
 def empty_result(call: AttentionCall) -> Any:
@@ -482,10 +478,8 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     first = first if left is None else xp.maximum(positions - left, first)
     start = first[:, 0] // KEY_TILE * KEY_TILE
     start_tile = per_tile(k.tiles(KEY_TILE).layout.offsets[:-1]) + start // KEY_TILE
-    slots, per_query_tile = (
-        q.tile_slots(size),
-        (tiles.tokens, positions, first, last, start, start_tile),
-    )
+    slots = q.tile_slots(size)
+    per_query_tile = tiles.tokens, positions, first, last, start, start_tile
     if not is_known:
         return _Schedule(slots, *per_query_tile, None, None)
     counts = np.maximum(-(-(last.max(axis=1) + 1 - start) // KEY_TILE), 1)
@@ -537,13 +531,7 @@ def _key_tile_steps(
 
 
 def _attend(
-    call: AttentionCall,
-    schedule: _Schedule,
-    chunk: slice,
-    k_tiles: Any,
-    v_tiles: Any,
-    wide: Any,
-    is_finite: bool,
+    call: AttentionCall, schedule: _Schedule, chunk: slice, kv_tiles: list[Any], is_finite: bool
 ) -> tuple[Any, Any]:
     """Return a chunk's output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads).
 
@@ -553,7 +541,7 @@ def _attend(
     xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
     num_tiles, size = schedule.tokens[chunk, :].shape
     sees_a_key = None if is_finite else schedule.last_key[chunk, :] >= 0
-    q = _query_tiles(call, schedule.tokens[chunk, :], sees_a_key, wide)
+    q = _query_tiles(call, schedule.tokens[chunk, :], sees_a_key, kv_tiles[0].dtype)
     state: _OnlineSoftmax | None = None
     finished: list[_OnlineSoftmax] = []
     for step, active, is_masked in _key_tile_steps(call, schedule, chunk):
@@ -563,14 +551,11 @@ def _attend(
             state, q = _OnlineSoftmax(*[x[:active, ...] for x in state]), q[:active, ...]
         part = slice(chunk.start, chunk.start + active)
         tile = schedule.start_tile[part] + step
-        tile = xp.where(tile < k_tiles.shape[0], tile, 0)  # out of bounds after the last key
-        k, v = [
-            xp.reshape(xp.take(x, tile, axis=0), (active, kv_heads, KEY_TILE, -1))
-            for x in (k_tiles, v_tiles)
-        ]
-        keys = (
-            schedule.start[part][:, None] + (step * KEY_TILE + k_layout.arange(KEY_TILE))[None, :]
-        )
+        tile = xp.where(tile < kv_tiles[0].shape[0], tile, 0)  # out of bounds after the last key
+        shape = (active, kv_heads, KEY_TILE, -1)
+        k, v = [xp.reshape(xp.take(x, tile, axis=0), shape) for x in kv_tiles]
+        in_span = step * KEY_TILE + k_layout.arange(KEY_TILE)
+        keys = schedule.start[part][:, None] + in_span[None, :]
         has_nan, special = None, None
         if is_masked and not is_finite:
             k, has_nan = _without_nan(xp, k)
@@ -602,9 +587,8 @@ def _attend(
     lse = xp.where(nonzero, state.maximum + xp.log(divisor), -float("inf"))
 
     def to_queries(x: Any) -> Any:
-        x = xp.permute_dims(
-            xp.reshape(x, (num_tiles, kv_heads, x.shape[2], -1, size)), (0, 4, 1, 3, 2)
-        )
+        x = xp.reshape(x, (num_tiles, kv_heads, x.shape[2], -1, size))
+        x = xp.permute_dims(x, (0, 4, 1, 3, 2))
         return xp.reshape(x, (num_tiles * size, call.num_heads, -1))
 
     return to_queries(out), to_queries(lse)[..., 0]
@@ -616,18 +600,13 @@ def _query_tiles(call: AttentionCall, tokens: Any, sees_a_key: Any, dtype: Any) 
     Queries that see no key become 0, unless `sees_a_key` is None. Some of them are of another row:
     with NaN their gradient, 0, would make the gradient of the keys NaN.
     """
-    xp, kv_heads, dim, (tiles, size) = (
-        call.q.layout.xp,
-        call.num_kv_heads,
-        call.head_dim,
-        tokens.shape,
-    )
+    xp, kv_heads, (tiles, size) = call.q.layout.xp, call.num_kv_heads, tokens.shape
     q = xp.take(call.q.values, xp.reshape(tokens, (-1,)), axis=0)
     if sees_a_key is not None:
         q = xp.where(xp.reshape(sees_a_key, (-1, 1, 1)), q, xp.zeros_like(q))
     q = xp.astype(q, dtype, copy=False) * call.scale
-    q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, -1, dim)), (0, 2, 4, 3, 1))
-    return xp.reshape(q, (tiles, kv_heads, dim, -1))
+    q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, -1, call.head_dim)), (0, 2, 4, 3, 1))
+    return xp.reshape(q, (tiles, kv_heads, call.head_dim, -1))
 
 
 def _key_tiles(xp: Any, values: Any, tiles: Tiles, dtype: Any) -> Any:
@@ -691,10 +670,8 @@ def _update(
     # A query that has seen no key has the maximum -inf, and -inf - -inf is NaN.
     base = xp.where(maximum == -float("inf"), 0.0, maximum) if is_masked else maximum
     weights = xp.exp(score - base)
-    total, values = (
-        xp.sum(weights, axis=2, keepdims=True),
-        xp.matmul(xp.matrix_transpose(v), weights),
-    )
+    total = xp.sum(weights, axis=2, keepdims=True)
+    values = xp.matmul(xp.matrix_transpose(v), weights)
     if state is not None:
         rescale = xp.exp(state.maximum - base)
         total, values = state.total * rescale + total, state.values * rescale + values

@@ -48,21 +48,19 @@ class LossCall:
 
     Attributes
     ----------
+    tokens
+        The logits or hidden states, ragged or dense.
     values, labels
         (total, size) the logits or hidden states, and (total,) the targets, int32 or int64; dense.
     """
 
-    __slots__ = ("labels", "values")
+    __slots__ = ("labels", "tokens", "values")
+    tokens: Any
     values: Any
     labels: Any
     targets: Any
     ignore_index: int
     reduction: str
-
-    @property
-    def tokens(self) -> Any:
-        """The logits or hidden states, ragged or dense."""
-        raise NotImplementedError  # both records define it
 
     @property
     def counted(self) -> Any:
@@ -92,17 +90,12 @@ class CrossEntropyCall(LossCall):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", _check_tokens("logits", self.logits))
+        _check_tokens(self, "logits", self.logits)
         if self.values.shape[1] == 0:
             raise ValueError(
                 f"logits: expected at least one class, got shape {tuple(self.logits.shape)}"
             )
-        object.__setattr__(self, "labels", _check_targets(self, self.values.shape[1]))
-
-    @property
-    def tokens(self) -> Any:
-        """The logits, ragged or dense."""
-        return self.logits
+        _check_targets(self, self.values.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +116,8 @@ class LinearCrossEntropyCall(LossCall):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        values, weight = _check_tokens("x", self.x), self.weight
-        object.__setattr__(self, "values", values)
+        _check_tokens(self, "x", self.x)
+        values, weight = self.values, self.weight
         check_dense("weight", weight, values)
         if weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
             raise ValueError(
@@ -136,12 +129,7 @@ class LinearCrossEntropyCall(LossCall):
             check_dense("bias", self.bias, values)
             check_shape("bias", self.bias, (weight.shape[0],), "one number per class")
             check_same_dtype("bias", self.bias, values)
-        object.__setattr__(self, "labels", _check_targets(self, weight.shape[0]))
-
-    @property
-    def tokens(self) -> Any:
-        """The hidden states, ragged or dense."""
-        return self.x
+        _check_targets(self, weight.shape[0])
 
     @property
     def parameters(self) -> tuple[Any, ...]:
@@ -149,8 +137,8 @@ class LinearCrossEntropyCall(LossCall):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def _check_tokens(name: str, x: Any) -> Any:
-    """Return the values; raise unless `x` is floating point, (n, None, size) or (total, size)."""
+def _check_tokens(call: LossCall, name: str, x: Any) -> None:
+    """Set the tokens; raise unless `x` is floating point, (n, None, size) or (total, size)."""
     values = as_values(x)
     backend(values, name)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
@@ -158,11 +146,12 @@ def _check_tokens(name: str, x: Any) -> Any:
             f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}"
         )
     check_floating(name, values)
-    return values
+    object.__setattr__(call, "tokens", x)
+    object.__setattr__(call, "values", values)
 
 
-def _check_targets(call: LossCall, classes: int) -> Any:
-    """Return the labels; raise unless each token's target is a class, and the reduction is known."""
+def _check_targets(call: LossCall, classes: int) -> None:
+    """Set the labels; raise unless each token's target is a class, and the reduction is known."""
     x, targets, values = call.tokens, call.targets, call.values
     if isinstance(x, Array):
         if check_ragged("targets", targets).ndim != 2:
@@ -195,7 +184,7 @@ def _check_targets(call: LossCall, classes: int) -> Any:
                 f"targets: expected 0 <= class < {classes}, or ignore_index, {call.ignore_index}, got {host[wrong[0]]} for token "
                 f"{wrong[0]}"
             )
-    return labels
+    object.__setattr__(call, "labels", labels)
 
 
 def cross_entropy(

@@ -85,19 +85,17 @@ def split_rows(x: Array, bounds: np.ndarray) -> list[Array]:
     ]
 
 
-def append_tail(x: Array, parts: list[Any]) -> list[Any]:
-    """Return the values of all rows in parts, with a tail of 0 as long as the tail of `x`."""
+def join_rows(x: Array, parts: list[Any]) -> Any:
+    """Return the values of the ranges of rows of `x` together, with a tail of 0 as long as its tail."""
     layout, xp, dim = x.layout, x.layout.xp, x.ragged_dim
     assert layout.host_offsets is not None
     tail = layout.total - int(layout.host_offsets[-1])
-    if not tail:
-        return parts
-    shape = tuple(tail if axis == dim else n for axis, n in enumerate(parts[0].shape))
-    return [*parts, xp.zeros(shape, dtype=parts[0].dtype, device=layout.device)]
+    if tail:
+        shape = tuple(tail if axis == dim else n for axis, n in enumerate(parts[0].shape))
+        parts = [*parts, xp.zeros(shape, dtype=parts[0].dtype, device=layout.device)]
+    return xp.concat(parts, axis=dim)
 
 
 def _join_chunks(f: Callable[[Array], Any], x: Array, bounds: np.ndarray, per_token: bool) -> Any:
     parts = [f(part) for part in split_rows(x, bounds)]
-    if not per_token:
-        return x.layout.xp.concat(parts, axis=0)
-    return x.layout.xp.concat(append_tail(x, parts), axis=x.ragged_dim)
+    return join_rows(x, parts) if per_token else x.layout.xp.concat(parts, axis=0)
