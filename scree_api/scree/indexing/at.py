@@ -116,7 +116,8 @@ class Update:
         else:
             wide = accumulation_dtype(xp, arr.dtype)
             combined = segment_reduce(op, value, updates, dtype=wide)
-            combined = COMBINE[op](xp, xp.astype(flat, wide, copy=False), combined)
+            combine = getattr(xp, COMBINE[op])
+            combined = combine(xp.astype(flat, wide, copy=False), combined)
             # An entry without a value stays: -0.0 + 0.0 is 0.0.
             flat = xp.where(updates.nonempty, xp.astype(combined, arr.dtype, copy=False), flat)
         return arr.with_values(xp.reshape(flat, arr.values.shape))
@@ -146,9 +147,5 @@ class Update:
         return value
 
 
-COMBINE = {
-    "sum": lambda xp, a, b: a + b,
-    "prod": lambda xp, a, b: a * b,
-    "min": lambda xp, a, b: xp.minimum(a, b),
-    "max": lambda xp, a, b: xp.maximum(a, b),
-}
+#: Reduction of the values of an entry -> the standard's function of the result and the old entry.
+COMBINE = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
