@@ -113,10 +113,14 @@ def is_broadcastable(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool
 
 
 def broadcast_operand(name: str, x: Any, like: Array) -> Any:
-    """Return a dense operand in a shape that broadcasts with the values of the ragged array `like`.
+    """Return an operand in a shape that broadcasts with the values of the ragged array `like`.
+
+    Ragged operands are on the layout of `like`.
 
     An operand with one entry per row is expanded to one per token. None stays None.
     """
+    if isinstance(x, Array):
+        return x.values
     if x is None or isinstance(x, SCALARS):
         return x
     if not is_array(x):

@@ -28,12 +28,9 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
     if is_plain and ragged[-1].layout is first.layout:
         out = std.function(*[x.values for x in ragged])
         return Array.from_layout(out, first.layout, first.ragged_dim)
-
-    def operand(x: Any) -> Any:
-        return x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first)
-
-    named = {name: operand(x) for name, x in kwargs.items()}
-    return first.with_values(std.function(*map(operand, args), **named))
+    operands = [broadcast_operand(std.name, x, first) for x in args]
+    named = {key: broadcast_operand(std.name, x, first) for key, x in kwargs.items()}
+    return first.with_values(std.function(*operands, **named))
 
 
 @implements("same_rows")

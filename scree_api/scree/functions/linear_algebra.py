@@ -118,10 +118,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, std: Standard) -> Any:
     for x in (x1, x2):
         checks.check_dense(std.name, as_values(x), first.values)
     axis, dim = normalize_axis(std.name, axis, first.ndim), first.ragged_dim
-    a, b = (
-        x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first)
-        for x in (x1, x2)
-    )
+    a, b = (broadcast_operand(std.name, x, first) for x in (x1, x2))
     if axis != dim + 1:
         out = std.function(a, b, axis=axis - 1 - first.values.ndim)
         return first.with_values(out, ragged_dim=dim - (axis <= dim))

@@ -207,16 +207,16 @@ def permute_dims(x: Array, /, axes: tuple[int, ...], *, std: Standard) -> Array:
     if not isinstance(axes, tuple | list):
         raise TypeError(f"axes: expected a tuple of {x.ndim} axes, got {axes!r}")
     # -1 for an invalid entry, which fails the check.
-    order = tuple(
-        int(a) % x.ndim if isinstance(a, int | np.integer) and -x.ndim <= a < x.ndim else -1
-        for a in axes
-    )
+    allowed = range(-x.ndim, x.ndim)
+    order = [
+        int(a) % x.ndim if isinstance(a, checks.INTEGERS) and a in allowed else -1 for a in axes
+    ]
     if sorted(order) != list(range(x.ndim)) or order[0] != 0:
         raise ValueError(
             f"axes: expected 0, the batch, and then the others of {x.ndim} axes in any order, got {axes}"
         )
-    order = tuple(a - 1 for a in order[1:])
-    return x.with_values(std.function(x.values, order), ragged_dim=order.index(x.ragged_dim))
+    inner = tuple(a - 1 for a in order[1:])
+    return x.with_values(std.function(x.values, inner), ragged_dim=inner.index(x.ragged_dim))
 
 
 @implements("moveaxis")
@@ -300,9 +300,7 @@ def broadcast_arrays(*arrays: Any, std: Standard) -> Any:
     if not ragged:
         return std.function(*arrays)
     first = check_shared_layout(std.name, ragged)
-    operands = [
-        x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first) for x in arrays
-    ]
+    operands = [broadcast_operand(std.name, x, first) for x in arrays]
     # `first` gives dense operands the number of tokens; its own result is dropped.
     return [first.with_values(x) for x in std.function(first.values, *operands)[1:]]
 
