@@ -131,25 +131,17 @@ def _rope(call: RopeCall) -> Any:
     if call.start is not None:
         positions = positions + layout.per_token(call.start)
     pair = xp.arange(half, dtype=wide, device=layout.device)
-    angle = (
-        xp.astype(positions, wide)[:, None] * xp.exp(pair * (-math.log(call.theta) / half))[None, :]
-    )
+    frequency = xp.exp(pair * (-math.log(call.theta) / half))
+    angle = xp.astype(positions, wide)[:, None] * frequency[None, :]
     cos, sin = xp.cos(angle), xp.sin(angle)
 
     def rotate(x: Array) -> Array:
         values = xp.astype(x.values, wide, copy=False)
         c, s = (xp.reshape(t, (t.shape[0], *(1,) * (values.ndim - 2), half)) for t in (cos, sin))
-        a, b = (
-            (values[..., ::2], values[..., 1::2])
-            if call.interleaved
-            else (values[..., :half], values[..., half:])
-        )
-        parts = [a * c - b * s, b * c + a * s]
-        out = (
-            xp.reshape(xp.stack(parts, axis=-1), values.shape)
-            if call.interleaved
-            else xp.concat(parts, axis=-1)
-        )
+        shape, axis = ((half, 2), -1) if call.interleaved else ((2, half), -2)
+        a, b = xp.unstack(xp.reshape(values, (*values.shape[:-1], *shape)), axis=axis)
+        rotated = xp.stack([a * c - b * s, b * c + a * s], axis=axis)
+        out = xp.reshape(rotated, values.shape)
         return x.with_values(xp.astype(out, x.dtype, copy=False))
 
     return rotate(x) if call.k is None else (rotate(x), rotate(call.k))
