@@ -173,8 +173,7 @@ class Layout:
         if key not in cache:
             with self.backend.untraced(self.offsets):
                 cache[key] = derive()
-        result: T = cache[key]
-        return result
+        return cache[key]  # type: ignore[no-any-return]
 
     def pair_cache(self, other: Layout) -> dict[Any, Any]:
         """Return the cache of data derived from both layouts.
@@ -204,8 +203,7 @@ class Layout:
     @property
     def num_rows(self) -> int:
         """Number of rows, a Python integer."""
-        rows: int = self.offsets.shape[0] - 1
-        return rows
+        return self.offsets.shape[0] - 1  # type: ignore[no-any-return]
 
     @property
     def device(self) -> Any:
@@ -223,8 +221,7 @@ class Layout:
 
     def offsets_as_index(self, max_index: int) -> Any:
         """Return the offsets in a dtype that holds `max_index`."""
-        dtype = index_dtype(self.xp, max_index, self.offsets)
-        return self.xp.astype(self.offsets, dtype, copy=False)
+        return widen_index(self.xp, self.offsets, max_index)
 
     def to_index(self, indices: np.ndarray, max_index: int = 0) -> Any:
         """Return indices in host memory as an array of the library, on the device of the offsets.
@@ -257,8 +254,7 @@ class Layout:
     def max_length_bound(self) -> int:
         """A bound on the longest row, at least as tight as `max_length`; never reads the offsets."""
         if self.host_offsets is not None:
-            longest: int = self._exact_max_length
-            return longest
+            return self._exact_max_length  # type: ignore[no-any-return]
         if self.max_length is None:
             return self.total
         # The minimum would make a compiler specialize on the total.
@@ -442,6 +438,11 @@ def index_dtype(xp: Any, max_index: int, like: Any = None) -> Any:
     if max_index >= 2**31:
         return xp.int64
     return xp.int32 if like is None else like.dtype
+
+
+def widen_index(xp: Any, index: Any, max_index: int) -> Any:
+    """Return indices in a dtype that holds `max_index`."""
+    return xp.astype(index, index_dtype(xp, max_index, index), copy=False)
 
 
 def has_same_rows(a: Layout, b: Layout) -> bool | None:

@@ -20,7 +20,7 @@ from ..broadcasting import (
 from ..checks import check_flag, check_index_bounds, check_integer, check_integers, check_shape
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import read_row_index, take_rows
-from ..layout import Layout, has_same_rows, index_dtype
+from ..layout import Layout, has_same_rows, index_dtype, widen_index
 from .segment import append_axes, segment_reduce, sort_by_id
 
 __all__ = ["gather", "group", "scatter", "scatter_add"]
@@ -318,8 +318,7 @@ def _token_indices(name: str, x: Any, index: Any, size: int) -> Any:
     if mask is None:
         return indices
     xp = backend(values).xp
-    indices = xp.astype(indices, index_dtype(xp, size, indices), copy=False)
-    return xp.where(mask, indices, size)
+    return xp.where(mask, widen_index(xp, indices, size), size)
 
 
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:

@@ -21,7 +21,7 @@ from ..checks import (
 )
 from ..construct import offsets_from_lengths
 from ..dispatch.operation import define_operation
-from ..layout import Layout, host_offsets_of, index_dtype
+from ..layout import Layout, host_offsets_of, index_dtype, widen_index
 from .segment import append_axes
 
 __all__ = ["from_padded", "to_padded"]
@@ -120,10 +120,8 @@ class UnpadCall:
         of = ", the axes of a padded row"
         axis = 1 + check_integer("ragged_dim", self.ragged_dim, 0, padded.ndim - 1, of)
         if (mask is None) == (lengths is None):
-            raise ValueError(
-                "mask: expected either mask or lengths, got "
-                + ("neither" if mask is None else "both")
-            )
+            actual = "neither" if mask is None else "both"
+            raise ValueError(f"mask: expected either mask or lengths, got {actual}")
         total = None if total is None else check_integer("total", total, 0)
         shape = int(padded.shape[0]), int(padded.shape[axis])
         if mask is None:
@@ -259,15 +257,10 @@ def _token_slots(call: UnpadCall) -> Any:
             lengths = None if layout.host_offsets is None else np.diff(layout.host_offsets)
             host = None if lengths is None else np.arange(longest) < lengths[:, None]
         else:  # its counts are known
-            host = lib.peek(mask)
-            host = lib.read(mask) if host is None else host
+            host = lib.read(mask)
         if host is not None:
             return layout.to_index(np.flatnonzero(host), size)
-        rows = xp.astype(
-            layout.clipped_segment_ids,
-            index_dtype(xp, size, layout.clipped_segment_ids),
-            copy=False,
-        )
+        rows = widen_index(xp, layout.clipped_segment_ids, size)
         slots = rows * longest + layout.positions
     slots = slots[: layout.total]
     return xp.where(slots < size, slots, max(size - 1, 0))
@@ -347,14 +340,13 @@ class PadCall:
             raise ValueError(f"side: expected 'right' or 'left', got {self.side!r}")
         if length is None and layout.max_length is None:
             layout.read_offsets()
+        longest = layout.max_length or 0
         if layout.host_offsets is not None:
-            longest = int(np.max(np.diff(layout.host_offsets), initial=0))
+            longest = layout.max_length_bound
             if length is not None and length < longest:
                 raise ValueError(
                     f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]"
                 )
-        else:
-            longest = layout.max_length or 0
         object.__setattr__(self, "length", longest if length is None else length)
         object.__setattr__(self, "fill_value", fill_value)
 
