@@ -142,9 +142,8 @@ class Array:
                 f"offsets: expected rows for {self.total_length} tokens, got none; an empty batch has no tokens"
             )
         if self.max_length is not None:
-            object.__setattr__(
-                self, "max_length", checks.check_integer("max_length", self.max_length, 0)
-            )
+            longest = checks.check_integer("max_length", self.max_length, 0)
+            object.__setattr__(self, "max_length", longest)
         host = self.layout.host_offsets
         if host is not None:
             self._check(host)
@@ -251,14 +250,12 @@ class Array:
     def batch_size(self) -> int:
         """Number of rows."""
         # Not int(...), which would make a constant of a size that torch.export varies.
-        rows: int = self.offsets.shape[0] - 1
-        return rows
+        return self.offsets.shape[0] - 1  # type: ignore[no-any-return]
 
     @property
     def total_length(self) -> int:
         """Number of tokens in the values: of all rows, and of the tail where there is one."""
-        tokens: int = self.values.shape[self.ragged_dim]
-        return tokens
+        return self.values.shape[self.ragged_dim]  # type: ignore[no-any-return]
 
     @property
     def lengths(self) -> Any:
@@ -304,10 +301,7 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Bytes of values and offsets together."""
-        return sum(
-            _bits(self.layout.xp, x.dtype) // 8 * _size(x.shape)
-            for x in (self.values, self.offsets)
-        )
+        return sum(_nbytes(self.layout.xp, x) for x in (self.values, self.offsets))
 
     @property
     def mT(self) -> Array:  # noqa: N802 (the standard's name)
@@ -324,14 +318,9 @@ class Array:
         """Return the array on another device."""
         if stream is not None:
             raise ValueError("stream: expected None, scree knows no streams of a library")
-        move = self.layout.backend.to_device
-        layout = Layout(
-            self.layout.backend,
-            move(self.offsets, device),
-            self.total_length,
-            self.layout.max_length,
-            self.layout.host_offsets,
-        )
+        old, move = self.layout, self.layout.backend.to_device
+        offsets = move(self.offsets, device)
+        layout = Layout(old.backend, offsets, self.total_length, old.max_length, old.host_offsets)
         return Array.from_layout(move(self.values, device), layout, self.ragged_dim)
 
     if TYPE_CHECKING:  # attached by `scree.bridges.methods`
@@ -415,13 +404,13 @@ def _size(shape: tuple[int, ...]) -> int:
     return math.prod([*shape])
 
 
-def _bits(xp: Any, dtype: Any) -> int:
-    """Return the bits of one element; the standard has no itemsize."""
-    if xp.isdtype(dtype, "bool"):
-        return 8
-    if xp.isdtype(dtype, "complex floating"):
-        return 2 * int(xp.finfo(dtype).bits)
-    return int((xp.iinfo if xp.isdtype(dtype, "integral") else xp.finfo)(dtype).bits)
+def _nbytes(xp: Any, x: Any) -> int:
+    """Return the bytes of an array; the standard has no itemsize."""
+    if xp.isdtype(x.dtype, "bool"):
+        return _size(x.shape)
+    bits = (xp.iinfo if xp.isdtype(x.dtype, "integral") else xp.finfo)(x.dtype).bits
+    parts = 2 if xp.isdtype(x.dtype, "complex floating") else 1
+    return parts * int(bits) // 8 * _size(x.shape)
 
 
 #: Operands besides dense arrays.

@@ -241,12 +241,8 @@ def from_lengths(
             raise ValueError(
                 f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {length_sum}"
             )
-        arr = Array(
-            values,
-            Layout.from_host_lengths(lib, host, device=lib.device(values)).offsets,
-            ragged_dim,
-            max_length,
-        )
+        layout = Layout.from_host_lengths(lib, host, device=lib.device(values))
+        arr = Array(values, layout.offsets, ragged_dim, max_length)
         arr.layout.set_host_lengths(host)
         return arr if max_length is None else arr.validate()
     lengths = check_integers("lengths", lengths, values)
@@ -353,8 +349,5 @@ def from_segment_ids(
 
 
 def _tokens(values: Any, ragged_dim: int) -> int:
-    return int(
-        values.shape[
-            check_integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")
-        ]
-    )
+    axis = check_integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")
+    return int(values.shape[axis])

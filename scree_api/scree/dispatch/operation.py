@@ -135,7 +135,7 @@ class Operation:
             result = prepared(**arrays)
         except KernelUnavailableError:
             return self._run_on(chosen, call, kernel)
-        call_cache.store(entries, kernels, guard, prepared)
+        call_cache.store(entries, call_cache.Entry(kernels, guard, prepared))
         return result
 
     def run_call(self, call: Any, kernel: str | None = None) -> Any:

@@ -104,18 +104,12 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
     """Return the function of a namespace for the library's own function."""
     if kind.name == "unsupported":
         return functools.wraps(function)(_refuse(function, name, kind.why))
-    implementation, operands, dtype_rule = IMPLEMENTATIONS[kind.name]
-    ragged = FunctionType(
-        implementation.__code__,
-        implementation.__globals__,
-        implementation.__name__,
-        implementation.__defaults__,
-        implementation.__closure__,
-    )
+    f, operands, dtype_rule = IMPLEMENTATIONS[kind.name]
+    ragged = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
     # Python's TypeError about wrong arguments prints the qualified name.
     ragged.__qualname__ = getattr(function, "__name__", name)
     std = Standard(function, name, backend, dtype_rule)
-    ragged.__kwdefaults__ = {**(implementation.__kwdefaults__ or {}), "std": std}
+    ragged.__kwdefaults__ = {**(f.__kwdefaults__ or {}), "std": std}
     return functools.wraps(function)(SELECTORS[operands](function, ragged))
 
 

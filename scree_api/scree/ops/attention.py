@@ -189,11 +189,10 @@ def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | No
     if len(window) != 2:
         raise ValueError(f"window: expected (left, right), got {window}")
     of = ", or None for no bound"
-    left, right = (
-        None if n is None else check_integer(f"window[{i}]", n, 0, of=of)
-        for i, n in enumerate(window)
-    )
-    left, right = (None if n is None or n >= MAX_WINDOW else n for n in (left, right))
+    for i, n in enumerate(window):
+        if n is not None:
+            check_integer(f"window[{i}]", n, 0, of=of)
+    left, right = (None if n is None or n >= MAX_WINDOW else int(n) for n in window)
     return left, 0 if causal else right
 
 

@@ -129,9 +129,8 @@ def layer_norm(
     >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
     array([[-1.,  1.]])
     """
-    return _layer_norm.run(
-        {"x": x, "weight": weight, "bias": bias, "residual": residual}, {"eps": eps}, kernel
-    )
+    arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    return _layer_norm.run(arrays, {"eps": eps}, kernel)
 
 
 def rms_norm(

@@ -198,24 +198,21 @@ def _long_rows(layout: Layout, most_rows: int, most_tokens: int) -> LongRows | N
         starts = layout.to_index(host[rows])
     else:
         is_long = layout.lengths > 1
-        ranks = xp.cumulative_sum(
-            xp.astype(is_long, layout.offsets.dtype), dtype=layout.offsets.dtype
-        )
+        dtype = layout.offsets.dtype
+        ranks = xp.cumulative_sum(xp.astype(is_long, dtype), dtype=dtype)
         index = layout.arange(n) + 1
-        found = xp.searchsorted(ranks, index)
-        found = xp.astype(
-            xp.where(found < layout.num_rows, found, layout.num_rows - 1),
-            layout.offsets.dtype,
-            copy=False,
+        row = xp.searchsorted(ranks, index)
+        row = xp.astype(
+            xp.where(row < layout.num_rows, row, layout.num_rows - 1), dtype, copy=False
         )
         exists = index <= ranks[-1:]
-        lengths = xp.where(exists, xp.take(layout.lengths, found, axis=0), 0)
-        ends = xp.cumulative_sum(lengths, dtype=layout.offsets.dtype)
+        lengths = xp.where(exists, xp.take(layout.lengths, row, axis=0), 0)
+        ends = xp.cumulative_sum(lengths, dtype=dtype)
         offsets = xp.concat([layout.offsets[:1] * 0, ends])
         new = Layout(layout.backend, offsets, most_tokens, layout.max_length_bound)
         slots = xp.where(ranks > 0, ranks - 1, 0)
         slots = xp.where(slots < n, slots, n - 1)
-        starts = xp.take(layout.offsets, found, axis=0)
+        starts = xp.take(layout.offsets, row, axis=0)
     tokens = layout.clip(new.per_token(starts) + new.positions)
     return LongRows(new, tokens, is_long, slots)
 
