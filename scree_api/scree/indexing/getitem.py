@@ -92,15 +92,13 @@ def _is_full(key: Any) -> bool:
     return isinstance(key, slice) and key == FULL
 
 
-def _in_bounds(arr: Array, shape: tuple[int, ...], keys: list[Any]) -> None:
-    """Raise unless the integers among the keys are in bounds; some libraries clip them."""
-    for axis, (k, size) in enumerate(zip(keys, shape, strict=True), start=1):
-        if _is_integer(k) and is_array(k):
-            k = backend(k).peek(k)
-        if k is not None and _is_integer(k) and not -size <= operator.index(k) < size:
-            raise IndexError(
-                f"index: expected a number in [-{size}, {size}) on axis {axis} of {arr.shape}, got {k}"
-            )
+def _check_in_bounds(arr: Array, key: Any, axis: int, size: int) -> None:
+    """Raise if an integer is known to be out of bounds; some libraries clip it."""
+    key = backend(key).peek(key) if is_array(key) else key
+    if key is not None and not -size <= operator.index(key) < size:
+        raise IndexError(
+            f"index: expected a number in [-{size}, {size}) on axis {axis + 1} of {arr.shape}, got {key}"
+        )
 
 
 def _row(arr: Array, i: int) -> Any:
@@ -165,7 +163,7 @@ def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     new = Layout.from_host_lengths(old.backend, np.diff(old.read_offsets())[rows], like=arr.offsets)
     distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
     starts = old.xp.take(old.offsets[:-1], old.to_index(rows), axis=0)
-    return select(arr, new, starts, distinct=distinct, kernel=kernel)
+    return _select.run_call(SelectCall(arr, new, starts, distinct=distinct), kernel)  # type: ignore[no-any-return]
 
 
 def _slice(arr: Array, key: slice) -> Array:
@@ -192,21 +190,13 @@ def _slice(arr: Array, key: slice) -> Array:
     return select(arr, new, old.offsets[:-1] + old.to_index(first), step, distinct=True)
 
 
-def select(
-    arr: Array,
-    new: Layout,
-    starts: Any,
-    step: int = 1,
-    *,
-    distinct: bool = False,
-    kernel: str | None = None,
-) -> Array:
+def select(arr: Array, new: Layout, starts: Any, step: int = 1, *, distinct: bool = False) -> Array:
     """Return an array on the layout `new`.
 
     Row i holds the tokens of `arr` at ``starts[i]``, ``starts[i] + step``, ...; `starts` are (n,)
     indices into the values.
     """
-    return _select.run_call(SelectCall(arr, new, starts, step, distinct), kernel)  # type: ignore[no-any-return]
+    return _select.run_call(SelectCall(arr, new, starts, step, distinct))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,18 +288,20 @@ def _index_axes(arr: Array, x: Any, keys: list[Any]) -> Any:
     Several index arrays are broadcast together, as in NumPy, and have to be next to each other.
     Some libraries support neither negative steps nor bounds beyond the axis.
     """
-    shape, arrays = x.shape, False
+    shape, has_arrays = x.shape, False
     for axis, k in enumerate(keys):
         if isinstance(k, slice):
             if k != FULL and _is_out_of_bounds(k, shape[axis]):
                 x, keys[axis] = _slice_axis(arr, x, k, axis)
+        elif isinstance(k, list):
+            host, has_arrays = checks.read_integers("index", k), True
+            keys[axis] = arr.layout.backend.from_host(host, None, arr.layout.device)
+        elif type(k) is not int and not _is_integer(k):
+            has_arrays = True
         elif type(k) is not int or not -shape[axis] <= k < shape[axis]:
-            arrays = True
-    if arrays:
-        keys = [_array_of_list(arr, k) for k in keys]
-        _in_bounds(arr, shape, keys)
-        if not all(isinstance(k, slice) or _is_integer(k) for k in keys):
-            x, keys = _take_together(arr, x, keys)
+            _check_in_bounds(arr, k, axis, shape[axis])
+    if has_arrays:
+        x, keys = _take_together(arr, x, keys)
     return x[tuple(keys)]
 
 
@@ -320,12 +312,6 @@ def _slice_axis(arr: Array, x: Any, key: slice, axis: int) -> tuple[Any, slice]:
         return x, slice(positions.start, max(positions.start, positions.stop), positions.step)
     index = layout.to_index(np.arange(positions.start, positions.stop, positions.step))
     return layout.xp.take(x, index, axis=axis), FULL
-
-
-def _array_of_list(arr: Array, key: Any) -> Any:
-    if not isinstance(key, list):
-        return key
-    return arr.layout.backend.from_host(checks.read_integers("index", key), None, arr.layout.device)
 
 
 def _is_out_of_bounds(key: slice, size: Any) -> bool:
@@ -439,16 +425,6 @@ def _mask(arr: Array, mask: Array) -> Array:
     return Array.from_layout(layout.xp.take(flat, index, axis=0), new)
 
 
-def has_index_out_of_rows(index: Array, positions: Any, lengths: Any) -> bool:
-    """Return whether some position of `index` is known to be outside of its row.
-
-    Tokens of the tail are ignored. The result is False if the answer would have to wait.
-    """
-    outside, mask = (positions < 0) | (positions >= lengths), index.layout.token_mask
-    outside = outside if mask is None else outside & expand_to_tokens(index, mask)
-    return bool(index.layout.backend.peek(index.layout.xp.any(outside)))
-
-
 def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> Any:
     """Return the token of `arr` for each position in the rows of `index`.
 
@@ -457,7 +433,9 @@ def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> 
     layout, xp = arr.layout, arr.layout.xp
     start, length = (expand_to_tokens(index, x) for x in index.layout.starts_and_lengths(layout))
     positions = xp.where(positions < 0, positions + length, positions)
-    if has_index_out_of_rows(index, positions, length):
+    is_outside, mask = (positions < 0) | (positions >= length), index.layout.token_mask
+    is_outside = is_outside if mask is None else is_outside & expand_to_tokens(index, mask)
+    if layout.backend.peek(xp.any(is_outside)):  # None if the answer would have to wait
         raise IndexError(
             f"{name}: expected positions within the rows, got a position outside of its row"
         )
