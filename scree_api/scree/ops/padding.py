@@ -176,9 +176,7 @@ def _check_mask(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, An
     lib = backend(padded)
     is_native = is_array(mask) and backend(mask) is lib
     is_native = is_native and not lib.on_different_devices(mask, padded)
-    host = peek_integers("mask", mask)
-    if host is None and not is_native:
-        host = read_integers("mask", mask)
+    host = peek_integers("mask", mask) if is_native else read_integers("mask", mask)
     checked = mask if host is None else host
     if tuple(checked.shape) != shape:
         hint = "; lengths are given as lengths=" if tuple(checked.shape) == shape[:1] else ""
