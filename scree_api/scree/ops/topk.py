@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..array import Array
 from ..broadcasting import check_ragged
@@ -87,10 +86,4 @@ def _topk(call: TopkCall) -> tuple[Array, Array]:
     lengths = (offsets[1:] - offsets[:-1]).clip(max=call.k)
     new = Layout.from_host_lengths(layout.backend, lengths, like=x.offsets)
     positions = select(order, new, layout.offsets[:-1], distinct=True)
-    return _take_positions(x, positions), positions
-
-
-def _take_positions(x: Array, positions: Array) -> Array:
-    xp: Any = x.__array_namespace__()
-    out: Array = xp.take_along_axis(x, positions, axis=x.ragged_dim + 1)
-    return out
+    return xp.take_along_axis(x, positions, axis=x.ragged_dim + 1), positions
