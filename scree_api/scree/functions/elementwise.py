@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import broadcast_operand, check_shared_layout
-from ..checks import check_keywords
 from .binding import Standard, implements
 
 #: The elementwise functions of the standard with keywords.
@@ -19,7 +19,7 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
     ragged = [x for x in args if isinstance(x, Array)]
     if kwargs:
         if ragged or any(isinstance(x, Array) for x in kwargs.values()):
-            check_keywords(std.name, kwargs, KEYWORDS.get(std.name, ()))
+            checks.check_keywords(std.name, kwargs, KEYWORDS.get(std.name, ()))
         ragged += [x for x in kwargs.values() if isinstance(x, Array)]
     if not ragged:
         return std.function(*args, **kwargs)

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import (
     accumulation_dtype,
@@ -17,7 +18,6 @@ from ..broadcasting import (
     normalize_axis,
     real_dtype,
 )
-from ..checks import check_keywords, check_number, check_real_dtype
 from ..layout import Layout
 from ..ops.row_chunks import map_rows
 from ..ops.segment import (
@@ -48,7 +48,7 @@ def _reduced_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
     """Return the dtype of the library's own result, whose promotion we follow."""
     xp = std.xp
     if std.name in REAL_ONLY:
-        check_real_dtype(std.name, xp, dtype)
+        checks.check_real_dtype(std.name, xp, dtype)
     if std.name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
         return xp.__array_namespace_info__().default_dtypes()["real floating"]
     return std.function(xp.ones((2,), dtype=dtype), **dict(options)).dtype
@@ -66,9 +66,9 @@ def reduction(
     values, ragged_axis, name = x.values, x.ragged_dim + 1, std.name
     axes = normalize_axes(name, axis, values.ndim + 1)
     if options:
-        check_keywords(name, options, REDUCTION_KEYWORDS.get(name, ()))
+        checks.check_keywords(name, options, REDUCTION_KEYWORDS.get(name, ()))
         if "correction" in options:
-            check_number("correction", options["correction"])
+            checks.check_number("correction", options["correction"])
     dtype = std.result_dtype(values.dtype, *options.items())
     if axes == (1,) and ragged_axis == 1 and not keepdims and name in SEGMENT_OPS:
         return segment_reduce(name, values, x.layout, dtype=dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import (
     accumulation_dtype,
@@ -14,7 +15,6 @@ from ..broadcasting import (
     check_shared_layout,
     is_broadcastable,
 )
-from ..checks import NUMBERS, check_dense, check_same_dtype, check_scalar
 from ..layout import Layout, index_dtype
 from ..ops.segment import segment_reduce, sort_by_id
 from .getitem import getitem
@@ -134,12 +134,12 @@ class Update:
             value = value.values
         elif isinstance(selected, Array):
             value = broadcast_operand("value", value, selected)
-        if isinstance(value, NUMBERS):
-            value = check_scalar("value", value, arr.values)
+        if isinstance(value, checks.NUMBERS):
+            value = checks.check_scalar("value", value, arr.values)
             value = xp.full((), value, dtype=arr.dtype, device=arr.layout.device)
         else:
-            check_dense("value", value, arr.values)
-        check_same_dtype("value", value, arr, "the array")
+            checks.check_dense("value", value, arr.values)
+        checks.check_same_dtype("value", value, arr, "the array")
         if not is_broadcastable(tuple(value.shape), shape):
             raise ValueError(
                 f"value: expected it to fit the entries of shape {shape}, got {tuple(value.shape)}"

@@ -21,17 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
-from ..checks import (
-    check_dense,
-    check_flag,
-    check_floating,
-    check_integer,
-    check_number,
-    check_same_dtype,
-    check_shape,
-)
 from ..dispatch.operation import define_operation
 from ..layout import Layout, Tiles
 from .row_chunks import join_rows, split_rows
@@ -98,7 +90,7 @@ class AttentionCall:
         if v is not k and v is not q:
             _check_heads("v", v)
             _check_like_q("v", v, q)
-        check_floating("q", q.values)
+        checks.check_floating("q", q.values)
         if k.offsets.shape != q.offsets.shape:
             raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
         if v.offsets is not k.offsets:
@@ -115,13 +107,13 @@ class AttentionCall:
             raise ValueError(
                 f"q: expected num_heads to be a positive multiple of num_kv_heads {kv_heads}, got {heads}"
             )
-        causal = check_flag("causal", self.causal)
-        check_flag("deterministic", self.deterministic)
-        check_flag("return_lse", self.return_lse)
+        causal = checks.check_flag("causal", self.causal)
+        checks.check_flag("deterministic", self.deterministic)
+        checks.check_flag("return_lse", self.return_lse)
         if self.softcap is not None:
-            check_number("softcap", self.softcap, above=0)
+            checks.check_number("softcap", self.softcap, above=0)
         scale = self.scale
-        scale = 1 / math.sqrt(dim) if scale is None else check_number("scale", scale)
+        scale = 1 / math.sqrt(dim) if scale is None else checks.check_number("scale", scale)
         if self.alibi_slopes is not None:
             check_per_head("alibi_slopes", self.alibi_slopes, q)
         object.__setattr__(self, "scale", scale)
@@ -160,7 +152,7 @@ def _check_like_q(name: str, x: Array, q: Array) -> None:
         raise TypeError(
             f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}"
         )
-    check_same_dtype(name, values, q.values, "q")
+    checks.check_same_dtype(name, values, q.values, "q")
     if backend.on_different_devices(values, q.values):
         raise ValueError(
             f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device"
@@ -169,8 +161,8 @@ def _check_like_q(name: str, x: Array, q: Array) -> None:
 
 def check_per_head(name: str, x: Any, q: Array) -> None:
     """Raise unless `x` is a dense array (num_heads,)."""
-    check_dense(name, x, q.values)
-    check_shape(name, x, (q.values.shape[1],), "one number per head")
+    checks.check_dense(name, x, q.values)
+    checks.check_shape(name, x, (q.values.shape[1],), "one number per head")
 
 
 def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -184,14 +176,14 @@ def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | No
     if not isinstance(window, tuple):
         if not causal:
             raise ValueError(f"window: expected (left, right) without causal, got {window!r}")
-        last = check_integer("window", window, 1, of=" key, the query's own position")
+        last = checks.check_integer("window", window, 1, of=" key, the query's own position")
         return (None if last > MAX_WINDOW else last - 1), 0
     if len(window) != 2:
         raise ValueError(f"window: expected (left, right), got {window}")
     of = ", or None for no bound"
     for i, n in enumerate(window):
         if n is not None:
-            check_integer(f"window[{i}]", n, 0, of=of)
+            checks.check_integer(f"window[{i}]", n, 0, of=of)
     left, right = (None if n is None or n >= MAX_WINDOW else int(n) for n in window)
     return left, 0 if causal else right
 
@@ -284,7 +276,7 @@ def attention(
     }
     if sinks is None:
         return _attention.run(arrays, options, kernel)
-    check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
+    checks.check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
     call = AttentionCall(**arrays, **{**options, "return_lse": True})
     check_per_head("sinks", sinks, q)
     out, lse = _attention.run_call(call, kernel)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import checks
 from ..array import Array
 from ..backends import backend, is_array
 from ..broadcasting import (
@@ -20,14 +21,6 @@ from ..broadcasting import (
     check_same_rows,
     peek_tokens,
     with_values_like,
-)
-from ..checks import (
-    check_dense,
-    check_floating,
-    check_integer,
-    check_integers,
-    check_same_dtype,
-    check_shape,
 )
 from ..dispatch.operation import define_operation
 from .segment import safe_divide, segment_reduce
@@ -118,17 +111,17 @@ class LinearCrossEntropyCall(LossCall):
     def __post_init__(self) -> None:
         _check_tokens(self, "x", self.x)
         values, weight = self.values, self.weight
-        check_dense("weight", weight, values)
+        checks.check_dense("weight", weight, values)
         if weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
             raise ValueError(
                 f"weight: expected shape (classes, width), at least one class and the last axis of x, {tuple(self.x.shape)}, "
                 f"got {tuple(weight.shape)}"
             )
-        check_same_dtype("weight", weight, values)
+        checks.check_same_dtype("weight", weight, values)
         if self.bias is not None:
-            check_dense("bias", self.bias, values)
-            check_shape("bias", self.bias, (weight.shape[0],), "one number per class")
-            check_same_dtype("bias", self.bias, values)
+            checks.check_dense("bias", self.bias, values)
+            checks.check_shape("bias", self.bias, (weight.shape[0],), "one number per class")
+            checks.check_same_dtype("bias", self.bias, values)
         _check_targets(self, weight.shape[0])
 
     @property
@@ -145,7 +138,7 @@ def _check_tokens(call: LossCall, name: str, x: Any) -> None:
         raise ValueError(
             f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}"
         )
-    check_floating(name, values)
+    checks.check_floating(name, values)
     object.__setattr__(call, "tokens", x)
     object.__setattr__(call, "values", values)
 
@@ -166,7 +159,7 @@ def _check_targets(call: LossCall, classes: int) -> None:
         raise ValueError(
             f"targets: expected a dense array of shape {tuple(values.shape[:1])}, one class per token, got {actual}"
         )
-    check_integer("ignore_index", call.ignore_index)
+    checks.check_integer("ignore_index", call.ignore_index)
     if call.reduction not in REDUCTIONS:
         raise ValueError(
             f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}"
@@ -175,7 +168,7 @@ def _check_targets(call: LossCall, classes: int) -> None:
         raise ValueError(
             f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}"
         )
-    labels = check_integers("targets", as_values(targets), values)
+    labels = checks.check_integers("targets", as_values(targets), values)
     host = peek_tokens(x, labels)
     if host is not None:
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import (
@@ -14,7 +15,6 @@ from ..broadcasting import (
     check_shared_layout,
     with_values_like,
 )
-from ..checks import check_dense, check_floating, check_number, check_same_dtype, check_shape
 from ..dispatch.operation import define_operation
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -55,21 +55,21 @@ class NormCall:
             raise ValueError(
                 f"x: expected element axes after the ragged axis, got {x.shape}; a norm runs over the last axis"
             )
-        check_floating("x", values)
+        checks.check_floating("x", values)
         width = (int(values.shape[-1]),)
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
-                check_dense(name, parameter, values)
-                check_shape(name, parameter, width, "the last axis of x")
-        check_number("eps", self.eps, low=0)
+                checks.check_dense(name, parameter, values)
+                checks.check_shape(name, parameter, width, "the last axis of x")
+        checks.check_number("eps", self.eps, low=0)
         if self.residual is None:
             return
         if isinstance(x, Array):
             check_shared_layout("residual", (x, check_ragged("residual", self.residual)))
         else:
-            check_dense("residual", self.residual, x)
-        check_shape("residual", self.residual, tuple(x.shape), "the shape of x")
-        check_same_dtype("residual", self.residual, x)
+            checks.check_dense("residual", self.residual, x)
+        checks.check_shape("residual", self.residual, tuple(x.shape), "the shape of x")
+        checks.check_same_dtype("residual", self.residual, x)
 
     @property
     def residual_values(self) -> Any:

@@ -6,16 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
-from ..checks import (
-    check_flag,
-    check_floating,
-    check_integers,
-    check_number,
-    check_same_dtype,
-    check_shape,
-)
 from ..dispatch.operation import define_operation
 
 __all__ = ["rope"]
@@ -47,22 +40,22 @@ class RopeCall:
         x = check_ragged("x", self.x)
         if x.ragged_dim != 0 or x.ndim < 3:
             raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {x.shape}")
-        check_floating("x", x.values)
+        checks.check_floating("x", x.values)
         head_dim = x.values.shape[-1]
         if head_dim % 2 or head_dim == 0:
             raise ValueError(f"x: expected an even head_dim of at least 2, got {head_dim}")
         if self.k is not None:
             check_shared_layout("k", (x, check_ragged("k", self.k)))
-            check_same_dtype("k", self.k, x)
+            checks.check_same_dtype("k", self.k, x)
             if self.k.values.shape[-1] != head_dim:
                 raise ValueError(
                     f"k: expected head_dim {head_dim} as x, got {self.k.values.shape[-1]}"
                 )
-        check_number("theta", self.theta, above=0)
-        check_flag("interleaved", self.interleaved)
+        checks.check_number("theta", self.theta, above=0)
+        checks.check_flag("interleaved", self.interleaved)
         if self.start is not None:
-            check_integers("start", self.start, x.values)
-            check_shape("start", self.start, (x.batch_size,), "one position per row")
+            checks.check_integers("start", self.start, x.values)
+            checks.check_shape("start", self.start, (x.batch_size,), "one position per row")
 
 
 def rope(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, mask_tail, moveaxis
-from ..checks import check_floating
 from ..dispatch.operation import define_operation
 from .row_chunks import map_rows
 from .segment import segment_reduce
@@ -28,7 +28,7 @@ class SoftmaxCall:
     x: Array
 
     def __post_init__(self) -> None:
-        check_floating("x", check_ragged("x", self.x).values)
+        checks.check_floating("x", check_ragged("x", self.x).values)
 
 
 def softmax(x: Array, /, *, kernel: str | None = None) -> Array:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import as_values, with_values_like
-from ..checks import check_integer
 from ..dispatch.operation import define_operation
 
 __all__ = ["split"]
@@ -41,7 +41,7 @@ class SplitCall:
         x, values = self.x, as_values(self.x)
         backend(values, "x")
         ndim = len(x.shape)
-        axis = check_integer("axis", self.axis, -ndim, ndim) % ndim - isinstance(x, Array)
+        axis = checks.check_integer("axis", self.axis, -ndim, ndim) % ndim - isinstance(x, Array)
         if isinstance(x, Array) and axis in (-1, x.ragged_dim):
             raise ValueError(
                 f"axis: expected an axis of the elements, got {self.axis} for shape {tuple(x.shape)}"
@@ -49,7 +49,7 @@ class SplitCall:
         if not isinstance(self.sizes, Sequence):
             raise TypeError(f"sizes: expected the size of each part, got {self.sizes!r}")
         for part in self.sizes:
-            check_integer("sizes", part, 0)
+            checks.check_integer("sizes", part, 0)
         size = values.shape[axis]
         if sum(self.sizes) != size:
             raise ValueError(

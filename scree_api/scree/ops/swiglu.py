@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import accumulation_dtype, as_values, with_values_like
-from ..checks import check_floating
 from ..dispatch.operation import define_operation
 
 __all__ = ["swiglu"]
@@ -42,7 +42,7 @@ class SwigluCall:
                 "x: expected a last axis of an even size, as many gates as values, got shape "
                 f"{tuple(x.shape)}"
             )
-        check_floating("x", values)
+        checks.check_floating("x", values)
 
     def result(self, values: Any) -> Any:
         """Return `values` like `x`."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import check_ragged
-from ..checks import check_flag, check_integer, check_real_dtype
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import select
 from ..layout import Layout
@@ -30,9 +30,9 @@ class TopkCall:
 
     def __post_init__(self) -> None:
         x = check_ragged("x", self.x)
-        check_real_dtype("topk", x.layout.xp, x.dtype)
-        check_integer("k", self.k, 0)
-        check_flag("largest", self.largest)
+        checks.check_real_dtype("topk", x.layout.xp, x.dtype)
+        checks.check_integer("k", self.k, 0)
+        checks.check_flag("largest", self.largest)
 
 
 def topk(
