@@ -66,6 +66,11 @@ def _cached_dtype(std: Standard, rule: Function | None) -> Function:
     return result_dtype
 
 
+def library_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
+    """Return the dtype of the library's own result; options are pairs of a keyword and its value."""
+    return std.function(std.xp.ones((2,), dtype=dtype), **dict(options)).dtype
+
+
 #: Name of a kind -> implementation, the operands that decide whether a call is ragged, and the rule for the
 #: dtype of the result.
 IMPLEMENTATIONS: dict[str, tuple[FunctionType, str, Function | None]] = {}

@@ -20,7 +20,7 @@ from ..broadcasting import (
 )
 from ..dispatch.operation import define_operation
 from ..ops.segment import gather_tiles, safe_root, segment_reduce, tile_size
-from .binding import Standard, implements
+from .binding import Standard, implements, library_dtype
 
 TILE = 64  # tokens of one row that are multiplied together
 MAX_WEIGHTS = 1 << 22  # elements of the matrices gathered at a time
@@ -148,11 +148,7 @@ def tensordot(x1: Any, x2: Any, /, *, axes: Any = 2, std: Standard) -> Array:
     return x1.with_values(std.function(x1.values, x2, axes=axes))
 
 
-def _norm_dtype(std: Standard, dtype: Any) -> Any:
-    return std.function(std.xp.ones((1,), dtype=dtype)).dtype
-
-
-@implements("vector_norm", dtype_rule=_norm_dtype)
+@implements("vector_norm", dtype_rule=library_dtype)
 def vector_norm(
     x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2, std: Standard
 ) -> Any:

@@ -15,7 +15,7 @@ from ..broadcasting import (
 )
 from ..indexing.getitem import drop_tail, normalize_element_index, positions_to_tokens
 from ..ops.segment import identity, segment_arg
-from .binding import Standard, implements
+from .binding import Standard, implements, library_dtype
 
 
 @implements("take", ragged="either")
@@ -82,11 +82,7 @@ def take_along_axis(x: Array, indices: Any, /, *, axis: int = -1, std: Standard)
     return indices.with_values(lib.take_along_axis(x.values, tokens, dim))
 
 
-def _index_dtype(std: Standard, dtype: Any) -> Any:
-    return std.function(std.xp.ones((1,), dtype=dtype)).dtype
-
-
-@implements("arg", dtype_rule=_index_dtype)
+@implements("arg", dtype_rule=library_dtype)
 def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False, std: Standard) -> Any:
     """Return the position of the extremum; along the ragged axis in each row, -1 for an empty row.
 

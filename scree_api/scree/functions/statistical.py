@@ -30,7 +30,7 @@ from ..ops.segment import (
     segment_reduce,
     segment_scan,
 )
-from .binding import Standard, implements
+from .binding import Standard, implements, library_dtype
 
 AVERAGES = ("mean", "std", "var")  # an integer input gives a floating-point result
 REAL_ONLY = ("max", "min", "std", "var")
@@ -51,7 +51,7 @@ def _reduced_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
         checks.check_real_dtype(std.name, xp, dtype)
     if std.name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
         return xp.__array_namespace_info__().default_dtypes()["real floating"]
-    return std.function(xp.ones((2,), dtype=dtype), **dict(options)).dtype
+    return library_dtype(std, dtype, *options)
 
 
 @implements("reduction", dtype_rule=_reduced_dtype)
@@ -184,11 +184,7 @@ def _segment(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, 
     return xp.reshape(out, tuple(1 if a in axes else int(n or 0) for a, n in enumerate(x.shape)))
 
 
-def _scanned_dtype(std: Standard, dtype: Any, requested: Any) -> Any:
-    return std.function(std.xp.ones((1,), dtype=dtype), axis=0, dtype=requested).dtype
-
-
-@implements("scan", dtype_rule=_scanned_dtype)
+@implements("scan", dtype_rule=library_dtype)
 def scan(
     x: Array,
     /,
@@ -201,7 +197,7 @@ def scan(
     """Compute running sums or products; along the ragged axis within each row."""
     xp, op, dim = std.xp, std.name.removeprefix("cumulative_"), x.ragged_dim
     axis = normalize_axis(std.name, axis, x.ndim)
-    dtype = std.result_dtype(x.dtype, dtype)
+    dtype = std.result_dtype(x.dtype, ("dtype", dtype))
     if axis != dim + 1:
         wide = accumulation_dtype(xp, dtype)
         values = xp.astype(x.values, wide, copy=False)
