@@ -42,6 +42,13 @@ def as_values(x: Any) -> Any:
     return x.values if isinstance(x, Array) else x
 
 
+def check_array(name: str, x: Any) -> Any:
+    """Return the values of a ragged array, or a dense array unchanged; raise for anything else."""
+    values = as_values(x)
+    backend(values, name)
+    return values
+
+
 def with_values_like(x: Any, values: Any) -> Any:
     """Return `values` on the layout of `x` if it is ragged, else `values`."""
     return x.with_values(values) if isinstance(x, Array) else values

@@ -17,6 +17,7 @@ from ..backends import backend, is_array
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
+    check_array,
     check_ragged,
     check_same_rows,
     peek_tokens,
@@ -132,8 +133,7 @@ class LinearCrossEntropyCall(LossCall):
 
 def _check_tokens(call: LossCall, name: str, x: Any) -> None:
     """Set the tokens; raise unless `x` is floating point, (n, None, size) or (total, size)."""
-    values = as_values(x)
-    backend(values, name)
+    values = check_array(name, x)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
         raise ValueError(
             f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}"

@@ -13,6 +13,7 @@ from ..backends import backend
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
+    check_array,
     check_ragged,
     check_ragged_axis_first,
     describe_difference,
@@ -294,8 +295,7 @@ def _check_tokens(x: Any) -> Any:
     """Return the values of `x`; raise unless tokens are its first axis."""
     if isinstance(x, Array):
         check_ragged_axis_first("x", x)
-    values = as_values(x)
-    backend(values, "x")
+    values = check_array("x", x)
     if values.ndim == 0:
         raise ValueError("x: expected an axis of tokens, got a 0-d array")
     return values

@@ -11,6 +11,7 @@ from ..backends import backend
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
+    check_array,
     check_ragged,
     check_shared_layout,
     with_values_like,
@@ -46,9 +47,8 @@ class NormCall:
     values: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, as_values(self.x)
+        x, values = self.x, check_array("x", self.x)
         object.__setattr__(self, "values", values)
-        backend(values, "x")
         if values.ndim == 0:
             raise ValueError("x: expected at least one axis, got a 0-d array")
         if isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1:

@@ -8,8 +8,7 @@ from typing import Any
 
 from .. import checks
 from ..array import Array
-from ..backends import backend
-from ..broadcasting import as_values, with_values_like
+from ..broadcasting import check_array, with_values_like
 from ..dispatch.operation import define_operation
 
 __all__ = ["split"]
@@ -38,8 +37,7 @@ class SplitCall:
     values_axis: int = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, as_values(self.x)
-        backend(values, "x")
+        x, values = self.x, check_array("x", self.x)
         ndim = len(x.shape)
         axis = checks.check_integer("axis", self.axis, -ndim, ndim) % ndim - isinstance(x, Array)
         if isinstance(x, Array) and axis in (-1, x.ragged_dim):

@@ -8,7 +8,7 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulation_dtype, as_values, with_values_like
+from ..broadcasting import accumulation_dtype, check_array, with_values_like
 from ..dispatch.operation import define_operation
 
 __all__ = ["swiglu"]
@@ -30,9 +30,8 @@ class SwigluCall:
     values: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, as_values(self.x)
+        x, values = self.x, check_array("x", self.x)
         object.__setattr__(self, "values", values)
-        backend(values, "x")
         if values.ndim == 0 or (isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1):
             raise ValueError(
                 f"x: expected a last axis of gates and values, got shape {tuple(x.shape)}"
