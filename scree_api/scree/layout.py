@@ -290,7 +290,8 @@ class Layout:
 
     def per_token(self, per_row: Any) -> Any:
         """Return ``per_row[row]`` for the row of each token: (total, ...) for (n, ...)."""
-        if 0 in per_row.shape[1:]:  # MLX divides by the number of elements per row
+        # Without rows there is nothing to take; MLX divides by the number of elements per row.
+        if 0 in per_row.shape:
             shape = (self.total, *per_row.shape[1:])
             return self.xp.zeros(shape, dtype=per_row.dtype, device=self.device)
         return self.xp.take(per_row, self.clipped_segment_ids, axis=0)

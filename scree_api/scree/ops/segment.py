@@ -260,8 +260,7 @@ def segment_arg(op: str, values: Any, layout: Layout) -> Any:
 
     NaN counts as the extremum.
     """
-    options = {"op": op, "dtype": values.dtype}
-    return _segment_arg.run({"layout": layout, "values": values}, options)
+    return _segment_arg.run({"layout": layout, "values": values}, {"op": op, "dtype": values.dtype})
 
 
 @define_operation("segment_arg", SegmentCall)
@@ -271,9 +270,7 @@ def _segment_arg(call: SegmentCall) -> Any:
 
 def _arg_of_rows(op: str, x: Array) -> Any:
     values, layout, xp = x.values, x.layout, x.layout.xp
-    is_best = values == values
-    if layout.num_rows:
-        is_best = values == layout.per_token(segment_reduce(op, values, layout))
+    is_best = values == layout.per_token(segment_reduce(op, values, layout))
     if xp.isdtype(values.dtype, ("real floating", "complex floating")):
         is_best = is_best | xp.isnan(values)
     position = xp.where(is_best, append_axes(xp, layout.positions, values.ndim), layout.total)
