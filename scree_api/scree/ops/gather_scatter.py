@@ -328,10 +328,8 @@ def _scatter_rows(x: Array, index: Any, size: int) -> Array:
     checks.check_index_bounds("index", indices, size)
     if np.unique(indices).size < indices.size:
         raise ValueError("index: expected a different index for every row")
-    source = np.full(size, -1)
-    source[indices] = np.arange(indices.size)
-    filled = take_rows(x, source[source >= 0])
     lengths = np.zeros(size, np.int64)
-    lengths[source >= 0] = np.diff(filled.layout.read_offsets())
+    lengths[indices] = np.diff(x.layout.read_offsets())
     layout = Layout.from_host_lengths(x.layout.backend, lengths, like=x.offsets)
-    return Array.from_layout(filled.values, layout, x.ragged_dim)
+    values = take_rows(x, np.argsort(indices)).values
+    return Array.from_layout(values, layout, x.ragged_dim)
