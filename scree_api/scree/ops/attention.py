@@ -25,8 +25,8 @@ from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
 from ..dispatch.operation import define_operation
-from ..layout import Layout, Tiles
-from .row_chunks import join_rows, split_rows
+from ..layout import Layout, Tiles, host_offsets_of
+from .row_chunks import equal_cost_bounds, join_rows, split_rows
 from .segment import append_axes, gather_tiles
 
 __all__ = ["attention"]
@@ -112,8 +112,9 @@ class AttentionCall:
         checks.check_flag("return_lse", self.return_lse)
         if self.softcap is not None:
             checks.check_number("softcap", self.softcap, above=0)
-        scale = self.scale
-        scale = 1 / math.sqrt(dim) if scale is None else checks.check_number("scale", scale)
+        scale = (
+            1 / math.sqrt(dim) if self.scale is None else checks.check_number("scale", self.scale)
+        )
         if self.alibi_slopes is not None:
             check_per_head("alibi_slopes", self.alibi_slopes, q)
         object.__setattr__(self, "scale", scale)
@@ -147,13 +148,11 @@ def _check_heads(name: str, x: Any) -> None:
 
 def _check_like_q(name: str, x: Array, q: Array) -> None:
     """Raise unless `x` has the library, the dtype and the device of `q`."""
-    values, backend = x.values, q.layout.backend
-    if x.layout.backend is not backend:
-        raise TypeError(
-            f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}"
-        )
+    values, lib, other = x.values, q.layout.backend, x.layout.backend
+    if other is not lib:
+        raise TypeError(f"{name}: expected an array of {lib.name} as q, got {other.name}")
     checks.check_same_dtype(name, values, q.values, "q")
-    if backend.on_different_devices(values, q.values):
+    if lib.on_different_devices(values, q.values):
         raise ValueError(
             f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device"
         )
@@ -405,10 +404,9 @@ def _row_bounds(
     limit = max(MAX_TILE_BYTES, int(q_host[-1]) * q_bytes + int(k_host[-1]) * k_bytes)
     costs = -(-np.diff(q_host).astype(np.int64) // size) * (size * q_bytes)
     costs += -(-np.diff(k_host).astype(np.int64) // KEY_TILE) * (KEY_TILE * k_bytes)
-    ends = np.cumsum(costs)
-    count = -(-int(ends[-1]) // limit)
-    targets = ends[-1] * np.arange(1, count) // max(count, 1)
-    bounds = np.unique([0, *(np.searchsorted(ends, targets) + 1), call.q.batch_size])
+    ends = host_offsets_of(costs)
+    starts = equal_cost_bounds(ends, -(-int(ends[-1]) // limit))
+    bounds = np.unique([*starts, call.q.batch_size])
     return bounds if bounds.size > 2 else None
 
 
@@ -481,9 +479,7 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     num_unmasked = np.where(first.max(axis=1) <= start, (seen_by_all - start) // KEY_TILE, 0)
     # Sort the query tiles by falling number of key tiles.
     order = np.argsort(-counts, kind="stable")
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(order.size)
-    slots = inverse[slots // size] * size + slots % size
+    slots = np.argsort(order)[slots // size] * size + slots % size
     arrays = [q_layout.to_index(x) for x in (slots, *(x[order] for x in per_query_tile))]
     return _Schedule._make([*arrays, counts[order], num_unmasked[order]])
 

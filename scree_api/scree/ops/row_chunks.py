@@ -54,13 +54,20 @@ def _row_bounds(x: Array) -> np.ndarray | None:
         return None
     per_token = x.size * ELEMENT_BYTES // max(layout.total, 1) + INDEX_BYTES
     costs = host.astype(np.int64) * per_token + np.arange(host.size) * INDEX_BYTES
-    count = min(MAX_CHUNKS, -(-int(costs[-1]) // MAX_BYTES))
-    targets = costs[-1] * np.arange(1, count) // max(count, 1)
-    bounds = np.unique([0, *np.searchsorted(costs, targets)])
+    bounds = equal_cost_bounds(costs, min(MAX_CHUNKS, -(-int(costs[-1]) // MAX_BYTES)))
     # Every range has tokens; empty rows at the end belong to the last range.
     bounds = bounds[host[bounds] < host[-1]]
     bounds = bounds[np.diff(host[bounds], append=host[-1]) > 0]
     return np.concatenate([[0], bounds[1:], [layout.num_rows]]) if bounds.size > 1 else None
+
+
+def equal_cost_bounds(costs: np.ndarray, count: int) -> np.ndarray:
+    """Return the first row of each of `count` ranges of about equal cost, at most one per row.
+
+    ``costs[i]`` is the cost of all rows before row i.
+    """
+    targets = costs[-1] * np.arange(1, count) // max(count, 1)
+    return np.unique([0, *np.searchsorted(costs, targets)])
 
 
 def slice_rows(layout: Layout, start: int, stop: int) -> Layout:
