@@ -43,8 +43,7 @@ def getitem(arr: Array, key: Any, fill_value: Any = None) -> Any:
         return _new_axes(arr, keys, fill_value)
     batch, *inner = _expand(arr, keys)
     if _is_integer(batch):
-        row = _row(arr, operator.index(batch))
-        return _index_axes(arr, row, inner)
+        return _index_axes(arr, _row(arr, operator.index(batch)), inner)
     arr = arr if _is_full(batch) else _rows(arr, batch)
     ragged = inner[arr.ragged_dim]
     arr = _elements(arr, inner)
@@ -371,10 +370,9 @@ def normalize_element_index(arr: Array, key: Any, axis: int, size: int) -> Any:
     if backend(key) is not lib or key.dtype == xp.bool:
         host = backend(key).read(key)
         if host.dtype.kind == "b":
+            count = host.size
             if host.shape != (size,):
-                raise IndexError(
-                    f"index: expected a mask of {size} entries {where}, got {host.shape[0]}"
-                )
+                raise IndexError(f"index: expected a mask of {size} entries {where}, got {count}")
             host = np.flatnonzero(host)
         key = lib.from_host(host, None, arr.layout.device)
     if not xp.isdtype(key.dtype, "integral"):
@@ -386,21 +384,17 @@ def normalize_element_index(arr: Array, key: Any, axis: int, size: int) -> Any:
 
 def _new_axes(arr: Array, keys: tuple[Any, ...], fill_value: Any) -> Any:
     """Index by the other keys, then insert an element axis of size 1 for every None."""
-    xp, plain = arr.layout.xp, tuple(k for k in keys if k is not None)
+    xp, plain = arr.__array_namespace__(), tuple(k for k in keys if k is not None)
     out = getitem(arr, plain, fill_value)
     implied = (FULL,) * (arr.ndim - sum(k is not Ellipsis for k in plain))
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     expanded = (*keys[:at], *implied, *keys[at + 1 :])
     # The ellipsis is written out, so that each None has a fixed place.
     is_new = [k is None for k in expanded if k is None or not _is_integer(k)]
+    if is_new[0] and isinstance(out, Array):
+        raise ValueError("index: expected no new axis before the batch of a ragged array")
     for axis, new in enumerate(is_new):
-        if new and not isinstance(out, Array):
-            out = xp.expand_dims(out, axis=axis)
-        elif new:
-            if axis == 0:
-                raise ValueError("index: expected no new axis before the batch of a ragged array")
-            dim = out.ragged_dim + (axis - 1 <= out.ragged_dim)
-            out = out.with_values(xp.expand_dims(out.values, axis=axis - 1), ragged_dim=dim)
+        out = xp.expand_dims(out, axis=axis) if new else out
     return out
 
 
@@ -444,10 +438,9 @@ def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> 
 
 def _positions(arr: Array, index: Array) -> Array:
     """Return the tokens of each row at the positions in the same row of `index`, (n, None)."""
-    if index.ndim != 2 or index.batch_size != arr.batch_size:
-        raise IndexError(
-            f"index: expected positions ({arr.batch_size}, None), got shape {index.shape}"
-        )
+    n, shape = arr.batch_size, index.shape
+    if len(shape) != 2 or shape[0] != n:
+        raise IndexError(f"index: expected positions ({n}, None), got shape {shape}")
     positions = checks.check_integers("index", index.values, arr.values)
     if 0 in (arr.total_length, index.total_length):
         if index.total_length:
