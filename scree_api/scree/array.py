@@ -285,7 +285,7 @@ class Array:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return _size(self.values.shape)
+        return math.prod([*self.values.shape])
 
     @property
     def dtype(self) -> Any:
@@ -335,9 +335,8 @@ class Array:
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
         if api_version is not None and api_version not in VERSIONS:
-            raise ValueError(
-                f"api_version: expected one of {', '.join(VERSIONS)}, got {api_version!r}"
-            )
+            versions = ", ".join(VERSIONS)
+            raise ValueError(f"api_version: expected one of {versions}, got {api_version!r}")
         return UPPER.namespaces[self.layout.backend.name]
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -400,17 +399,14 @@ class Array:
     __ge__ = _binary("greater_equal")
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    return math.prod([*shape])
-
-
 def _nbytes(xp: Any, x: Any) -> int:
     """Return the bytes of an array; the standard has no itemsize."""
+    size = int(math.prod(x.shape))
     if xp.isdtype(x.dtype, "bool"):
-        return _size(x.shape)
+        return size
     bits = (xp.iinfo if xp.isdtype(x.dtype, "integral") else xp.finfo)(x.dtype).bits
     parts = 2 if xp.isdtype(x.dtype, "complex floating") else 1
-    return parts * int(bits) // 8 * _size(x.shape)
+    return parts * int(bits) // 8 * size
 
 
 #: Operands besides dense arrays.

@@ -167,9 +167,8 @@ class Operation:
                 return candidate, rejected
             rejected[candidate.provider] = reason
         if kernel in rejected:
-            raise ValueError(
-                f"{self.name}: kernel={kernel!r} rejects this call: {rejected[kernel]}"
-            )
+            reason = rejected[kernel]
+            raise ValueError(f"{self.name}: kernel={kernel!r} rejects this call: {reason}")
         providers = ", ".join(repr(k.provider) for k in self.kernels)
         raise ValueError(f"kernel: expected one of {providers} for {self.name}, got {kernel!r}")
 

@@ -185,9 +185,8 @@ def kernels(operation: str) -> tuple[Kernel, ...]:
 def get_operation(name: str) -> Operation:
     """Return an operation by name; raise `ValueError` if there is none."""
     if not isinstance(name, str) or name not in OPERATIONS:
-        raise ValueError(
-            f"operation: expected one of {', '.join(sorted(OPERATIONS))}, got {name!r}"
-        )
+        names = ", ".join(sorted(OPERATIONS))
+        raise ValueError(f"operation: expected one of {names}, got {name!r}")
     return OPERATIONS[name]
 
 

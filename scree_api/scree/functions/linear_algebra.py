@@ -68,11 +68,9 @@ class GroupedCall:
     weight: Any
 
     def __post_init__(self) -> None:
-        n, _, k = self.x.shape
-        if tuple(self.weight.shape[:2]) != (n, k):
-            raise ValueError(
-                f"matmul: expected one matrix per row, ({n}, {k}, m), got {tuple(self.weight.shape)}"
-            )
+        (n, _, k), shape = self.x.shape, tuple(self.weight.shape)
+        if shape[:2] != (n, k):
+            raise ValueError(f"matmul: expected one matrix per row, ({n}, {k}, m), got {shape}")
         checks.check_same_dtype("matmul", self.weight, self.x, "x1")
 
 

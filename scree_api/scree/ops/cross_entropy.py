@@ -161,9 +161,8 @@ def _check_targets(call: LossCall, classes: int) -> None:
         )
     checks.check_integer("ignore_index", call.ignore_index)
     if call.reduction not in REDUCTIONS:
-        raise ValueError(
-            f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}"
-        )
+        names = ", ".join(map(repr, REDUCTIONS))
+        raise ValueError(f"reduction: expected one of {names}, got {call.reduction!r}")
     if call.reduction == "row_mean" and not isinstance(x, Array):
         raise ValueError(
             f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}"

@@ -47,10 +47,9 @@ class RopeCall:
         if self.k is not None:
             check_shared_layout("k", (x, check_ragged("k", self.k)))
             checks.check_same_dtype("k", self.k, x)
-            if self.k.values.shape[-1] != head_dim:
-                raise ValueError(
-                    f"k: expected head_dim {head_dim} as x, got {self.k.values.shape[-1]}"
-                )
+            k_dim = self.k.values.shape[-1]
+            if k_dim != head_dim:
+                raise ValueError(f"k: expected head_dim {head_dim} as x, got {k_dim}")
         checks.check_number("theta", self.theta, above=0)
         checks.check_flag("interleaved", self.interleaved)
         if self.start is not None:

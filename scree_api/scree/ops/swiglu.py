@@ -32,14 +32,12 @@ class SwigluCall:
     def __post_init__(self) -> None:
         x, values = self.x, check_array("x", self.x)
         object.__setattr__(self, "values", values)
+        shape = tuple(x.shape)
         if values.ndim == 0 or (isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1):
-            raise ValueError(
-                f"x: expected a last axis of gates and values, got shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"x: expected a last axis of gates and values, got shape {shape}")
         if values.shape[-1] % 2:
             raise ValueError(
-                "x: expected a last axis of an even size, as many gates as values, got shape "
-                f"{tuple(x.shape)}"
+                f"x: expected a last axis of an even size, as many gates as values, got shape {shape}"
             )
         checks.check_floating("x", values)
 
