@@ -127,7 +127,7 @@ def _refuse(function: Function, name: str, why: str) -> Function:
     return call
 
 
-def _if_first_is_ragged(function: Function, ragged: Function) -> Function:
+def _if_first(function: Function, ragged: Function) -> Function:
     def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Array):
             return ragged(x, *args, **kwargs)
@@ -136,7 +136,7 @@ def _if_first_is_ragged(function: Function, ragged: Function) -> Function:
     return call
 
 
-def _if_either_is_ragged(function: Function, ragged: Function) -> Function:
+def _if_either(function: Function, ragged: Function) -> Function:
     def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x1, Array) or isinstance(x2, Array):
             return ragged(x1, x2, *args, **kwargs)
@@ -145,7 +145,7 @@ def _if_either_is_ragged(function: Function, ragged: Function) -> Function:
     return call
 
 
-def _if_list_has_ragged(function: Function, ragged: Function) -> Function:
+def _if_list(function: Function, ragged: Function) -> Function:
     def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays):
             return ragged(arrays, *args, **kwargs)
@@ -158,9 +158,5 @@ def _always(function: Function, ragged: Function) -> Function:
     return ragged
 
 
-SELECTORS = {
-    "first": _if_first_is_ragged,
-    "either": _if_either_is_ragged,
-    "list": _if_list_has_ragged,
-    "all": _always,
-}
+#: The operand that must be ragged -> the function of both implementations that selects one.
+SELECTORS = {"first": _if_first, "either": _if_either, "list": _if_list, "all": _always}

@@ -111,9 +111,8 @@ def joined_layout(layouts: list[Layout]) -> Layout:
 
 def _join_pair(a: Layout, b: Layout) -> Layout:
     total = a.total + b.total
-    longest = None
-    if a.max_length is not None and b.max_length is not None:
-        longest = a.max_length + b.max_length
+    bounds = a.max_length, b.max_length
+    longest = None if None in bounds else sum(bounds)  # type: ignore[arg-type]
     offsets = a.offsets_as_index(total) + b.offsets_as_index(total)
     return Layout(a.backend, offsets, total, longest)
 

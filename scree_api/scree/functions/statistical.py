@@ -34,13 +34,8 @@ from .binding import Standard, implements, library_dtype
 
 AVERAGES = ("mean", "std", "var")  # an integer input gives a floating-point result
 REAL_ONLY = ("max", "min", "std", "var")
-#: The keywords of the standard besides `axis` and `keepdims`.
-REDUCTION_KEYWORDS = {
-    "sum": ("dtype",),
-    "prod": ("dtype",),
-    "std": ("correction",),
-    "var": ("correction",),
-}
+#: The keyword of the standard besides `axis` and `keepdims`.
+REDUCTION_KEYWORD = {"sum": "dtype", "prod": "dtype", "std": "correction", "var": "correction"}
 SEGMENT_OPS = (*IDENTITIES, "max", "min")  # the reductions of `segment_reduce`
 
 
@@ -66,7 +61,8 @@ def reduction(
     values, ragged_axis, name = x.values, x.ragged_dim + 1, std.name
     axes = normalize_axes(name, axis, values.ndim + 1)
     if options:
-        checks.check_keywords(name, options, REDUCTION_KEYWORDS.get(name, ()))
+        allowed = (REDUCTION_KEYWORD[name],) if name in REDUCTION_KEYWORD else ()
+        checks.check_keywords(name, options, allowed)
         if "correction" in options:
             checks.check_number("correction", options["correction"])
     dtype = std.result_dtype(values.dtype, *options.items())
@@ -147,8 +143,7 @@ def _reduce_rows(
         return _segment(xp, "sum", x.with_values(is_nonzero(xp, x.values)), axes, keepdims, dtype)
     if name not in ("var", "std"):
         return _segment(xp, name, x, axes, keepdims, dtype)
-    variance = partial(_variance_of_rows, std, axes, keepdims, dtype, correction)
-    return map_rows(variance, x)
+    return map_rows(partial(_variance_of_rows, std, axes, keepdims, dtype, correction), x)
 
 
 def _variance_of_rows(
@@ -201,8 +196,7 @@ def scan(
     if axis != dim + 1:
         wide = accumulation_dtype(xp, dtype)
         values = xp.astype(x.values, wide, copy=False)
-        options = {"include_initial": include_initial, "dtype": wide}
-        values = std.function(values, axis=axis - 1, **options)
+        values = std.function(values, axis=axis - 1, include_initial=include_initial, dtype=wide)
         return x.with_values(xp.astype(values, dtype, copy=False))
     values = segment_scan(op, moveaxis(xp, x.values, dim, 0), x.layout, dtype)
     layout = x.layout
