@@ -131,8 +131,7 @@ class Update:
                     f"value: expected a dense array for entries of shape {shape}, got {value.shape}"
                 )
             check_shared_layout("value", (selected, value))
-            value = value.values
-        elif isinstance(selected, Array):
+        if isinstance(selected, Array):
             value = broadcast_operand("value", value, selected)
         if isinstance(value, checks.NUMBERS):
             value = checks.check_scalar("value", value, arr.values)
