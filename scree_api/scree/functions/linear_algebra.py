@@ -165,10 +165,8 @@ def vector_norm(
         return x.with_values(out, ragged_dim=x.ragged_dim - removed)
     dtype = std.result_dtype(x.dtype)  # floating-point for integers
     namespace = x.__array_namespace__()
-    if xp.isdtype(x.dtype, ("real floating", "complex floating")):
-        size = xp.abs(mask_tail(x, x.values))
-    else:
-        size = xp.astype(x.values, dtype)
+    is_floating = xp.isdtype(x.dtype, ("real floating", "complex floating"))
+    size = xp.abs(mask_tail(x, x.values if is_floating else xp.astype(x.values, dtype)))
 
     def reduce(function: str, values: Any) -> Any:
         return getattr(namespace, function)(x.with_values(values), axis=axes, keepdims=keepdims)
