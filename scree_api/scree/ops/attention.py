@@ -545,7 +545,10 @@ def _attend(
         keys = schedule.start[part][:, None] + in_span[None, :]
         has_nan, special = None, None
         if is_masked and not is_finite:
-            k, has_nan = _without_nan(xp, k)
+            # In the gradient of a query, the gradient 0 of a score is multiplied by a key that it does
+            # not see.
+            is_nan = xp.isnan(k)
+            k, has_nan = xp.where(is_nan, 0.0, k), xp.any(is_nan, axis=-1)
         score = _scores(call, q, k, keys, schedule.query_positions[part, :])
         if is_masked:
             visible = keys[:, :, None] <= schedule.last_key[part, :][:, None, :]
@@ -618,15 +621,6 @@ def _scores(call: AttentionCall, q: Any, k: Any, keys: Any, queries: Any) -> Any
     slopes = xp.reshape(slopes, (1, call.num_kv_heads, 1, -1, 1))
     by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], queries.shape[1]))
     return xp.reshape(by_head - slopes * distance[:, None, :, None, :], score.shape)
-
-
-def _without_nan(xp: Any, k: Any) -> tuple[Any, Any]:
-    """Return keys (tiles, kv_heads, keys, dim) with 0 for NaN, and which keys have any NaN.
-
-    In the gradient of a query, the gradient 0 of a score is multiplied by a key that it does not see.
-    """
-    is_nan = xp.isnan(k)
-    return xp.where(is_nan, 0.0, k), xp.any(is_nan, axis=-1)
 
 
 #: Number per key: a float32 holds the sum of up to 64 numbers of each kind.
