@@ -32,8 +32,7 @@ def matmul(x1: Any, x2: Any, /, *, std: Standard) -> Array:
 
     The shapes are (n, None, ..., k) @ (k, m) and (n, None, k) @ (n, k, m).
     """
-    fits = isinstance(x1, Array) and is_array(x2) and x1.ndim >= 3
-    fits = fits and x1.ragged_dim < x1.values.ndim - 1
+    fits = isinstance(x1, Array) and is_array(x2) and x1.ragged_dim < x1.values.ndim - 1
     if not fits or not (x2.ndim in (1, 2) or x2.ndim == x1.ndim == 3):
         shapes = (tuple(x.shape) if hasattr(x, "shape") else repr(x) for x in (x1, x2))
         raise TypeError(
