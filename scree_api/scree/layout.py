@@ -325,6 +325,13 @@ class Layout:
     def _token_mask(self) -> Any:
         return self.arange(self.total) < self.offsets[-1:]
 
+    def with_lengths(self, lengths: Any, total: int, max_length: int | None) -> Layout:
+        """Return a layout of rows whose lengths only the device knows; `total` bounds their sum."""
+        # On the device of the offsets, also under a trace.
+        zero = self.xp.astype(self.offsets[:1] * 0, lengths.dtype, copy=False)
+        ends = self.xp.cumulative_sum(lengths, dtype=lengths.dtype)
+        return Layout(self.backend, self.xp.concat([zero, ends]), total, max_length)
+
     def repeat_tokens(self, count: int) -> Layout:
         """Return the layout in which every token is repeated `count` times."""
         total = self.total * count
@@ -393,17 +400,13 @@ class Layout:
         return self.cached(("tiles", size), lambda: self._make_tiles(size))
 
     def _make_tiles(self, size: int) -> Tiles:
-        xp = self.xp
         if self.host_offsets is not None:
             counts = -(-(self.host_offsets[1:] - self.host_offsets[:-1]) // size)
             layout = Layout.from_host_lengths(self.backend, counts, like=self.offsets)
         else:
             counts = (self.lengths + (size - 1)) // size
-            ends = xp.cumulative_sum(counts, dtype=self.offsets.dtype)
-            zero = self.offsets[:1] * 0  # on the device of the offsets, also under a trace
-            offsets = xp.concat([zero, ends])
             bound = self.total // size + self.num_rows
-            layout = Layout(self.backend, offsets, bound, -(-self.max_length_bound // size))
+            layout = self.with_lengths(counts, bound, -(-self.max_length_bound // size))
         starts = layout.positions * size
         first = layout.per_token(self.offsets[:-1]) + starts
         tokens = first[:, None] + self.arange(size)[None, :]

@@ -91,8 +91,7 @@ def _concat_batches(arrays: list[Array], values: Any) -> Array:
         return Array.from_layout(values, new, dim)
     # Tails of all arrays but the last would be between the rows.
     lengths = xp.concat([x[1:] - x[:-1] for x in offsets])
-    ends = xp.cumulative_sum(lengths, dtype=lengths.dtype)
-    new = Layout(backend, xp.concat([offsets[0][:1], ends]), total, longest)
+    new = layouts[0].with_lengths(lengths, total, longest)
     return select(Array.from_layout(values, new, dim), new, xp.concat(starts), distinct=True)
 
 

@@ -207,9 +207,7 @@ def _long_rows(layout: Layout, most_rows: int, most_tokens: int) -> LongRows | N
         )
         exists = index <= ranks[-1:]
         lengths = xp.where(exists, xp.take(layout.lengths, row, axis=0), 0)
-        ends = xp.cumulative_sum(lengths, dtype=dtype)
-        offsets = xp.concat([layout.offsets[:1] * 0, ends])
-        new = Layout(layout.backend, offsets, most_tokens, layout.max_length_bound)
+        new = layout.with_lengths(lengths, most_tokens, layout.max_length_bound)
         slots = xp.where(ranks > 0, ranks - 1, 0)
         slots = xp.where(slots < n, slots, n - 1)
         starts = xp.take(layout.offsets, row, axis=0)
