@@ -130,10 +130,15 @@ def _rope(call: RopeCall) -> Any:
     def rotate(x: Array) -> Array:
         values = xp.astype(x.values, wide, copy=False)
         c, s = (xp.reshape(t, (t.shape[0], *(1,) * (values.ndim - 2), half)) for t in (cos, sin))
-        shape, axis = ((half, 2), -1) if call.interleaved else ((2, half), -2)
-        a, b = xp.unstack(xp.reshape(values, (*values.shape[:-1], *shape)), axis=axis)
-        rotated = xp.stack([a * c - b * s, b * c + a * s], axis=axis)
-        out = xp.reshape(rotated, values.shape)
+        if call.interleaved:
+            a, b = values[..., ::2], values[..., 1::2]
+        else:
+            a, b = values[..., :half], values[..., half:]
+        parts = [a * c - b * s, b * c + a * s]
+        if call.interleaved:
+            out = xp.reshape(xp.stack(parts, axis=-1), values.shape)
+        else:
+            out = xp.concat(parts, axis=-1)
         return x.with_values(xp.astype(out, x.dtype, copy=False))
 
     return rotate(x) if call.k is None else (rotate(x), rotate(call.k))
