@@ -384,17 +384,21 @@ def normalize_element_index(arr: Array, key: Any, axis: int, size: int) -> Any:
 
 def _new_axes(arr: Array, keys: tuple[Any, ...], fill_value: Any) -> Any:
     """Index by the other keys, then insert an element axis of size 1 for every None."""
-    xp, plain = arr.__array_namespace__(), tuple(k for k in keys if k is not None)
+    xp, plain = arr.layout.xp, tuple(k for k in keys if k is not None)
     out = getitem(arr, plain, fill_value)
     implied = (FULL,) * (arr.ndim - sum(k is not Ellipsis for k in plain))
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     expanded = (*keys[:at], *implied, *keys[at + 1 :])
     # The ellipsis is written out, so that each None has a fixed place.
     is_new = [k is None for k in expanded if k is None or not _is_integer(k)]
-    if is_new[0] and isinstance(out, Array):
-        raise ValueError("index: expected no new axis before the batch of a ragged array")
     for axis, new in enumerate(is_new):
-        out = xp.expand_dims(out, axis=axis) if new else out
+        if new and not isinstance(out, Array):
+            out = xp.expand_dims(out, axis=axis)
+        elif new:
+            if axis == 0:
+                raise ValueError("index: expected no new axis before the batch of a ragged array")
+            dim = out.ragged_dim + (axis - 1 <= out.ragged_dim)
+            out = out.with_values(xp.expand_dims(out.values, axis=axis - 1), ragged_dim=dim)
     return out
 
 
