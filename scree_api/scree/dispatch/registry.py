@@ -157,10 +157,7 @@ def isolated(*, standard_only: bool = False) -> Iterator[None]:
     >>> "mine" in [kernel.provider for kernel in registry.kernels("softmax")]
     False
     """
-    saved = {
-        operation: (operation.kernels, dict(operation.unavailable))
-        for operation in OPERATIONS.values()
-    }
+    saved = {op: (op.kernels, dict(op.unavailable)) for op in OPERATIONS.values()}
     loaded = set(_loaded)
     if standard_only:
         for operation in saved:

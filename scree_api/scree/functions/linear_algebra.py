@@ -188,8 +188,7 @@ def matrices(x: Array, /, *args: Any, std: Standard, **kwargs: Any) -> Any:
         raise ValueError(
             f"x: expected a matrix for each token, (n, None, ..., k, m), got {x.shape}"
         )
-    if any(isinstance(a, Array) for a in args):
-        check_shared_layout(std.name, [x, *(a for a in args if isinstance(a, Array))])
+    check_shared_layout(std.name, [x, *(a for a in args if isinstance(a, Array))])
     out = std.function(x.values, *map(as_values, args), **kwargs)
     if not isinstance(out, tuple):
         return x.with_values(out)

@@ -281,8 +281,7 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     has_no_tail = all(one.layout.has_no_tail for one in (x, ids) if isinstance(one, Array))
     offsets = lib.xp.astype(offsets, index_dtype(lib.xp, total))
     index = Array.from_layout(order, Layout(lib, offsets, total, has_no_tail=has_no_tail))
-    grouped = _gather.run_call(GatherCall(values, index, distinct=True))
-    return grouped, index
+    return _gather.run_call(GatherCall(values, index, distinct=True)), index
 
 
 def _check_axis(axis: int) -> int:
