@@ -18,9 +18,9 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
     """Apply the library's function to the values; dense operands broadcast."""
     ragged = [x for x in args if isinstance(x, Array)]
     if kwargs:
-        if ragged or any(isinstance(x, Array) for x in kwargs.values()):
-            checks.check_keywords(std.name, kwargs, KEYWORDS.get(std.name, ()))
         ragged += [x for x in kwargs.values() if isinstance(x, Array)]
+        if ragged:
+            checks.check_keywords(std.name, kwargs, KEYWORDS.get(std.name, ()))
     if not ragged:
         return std.function(*args, **kwargs)
     first = ragged[0] if len(ragged) == 1 else check_shared_layout(std.name, ragged)

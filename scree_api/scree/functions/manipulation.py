@@ -102,8 +102,7 @@ def joined_layout(layouts: list[Layout]) -> Layout:
         raise ValueError(f"arrays: expected the same number of rows, got {counts}")
 
     def join(a: Layout, b: Layout) -> Layout:
-        joined: Layout = a.cached("joined", partial(_join_pair, a, b), pair=b)
-        return joined
+        return a.cached("joined", partial(_join_pair, a, b), pair=b)
 
     return reduce(join, layouts)
 

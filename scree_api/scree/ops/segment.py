@@ -186,6 +186,7 @@ def _long_rows(layout: Layout, most_rows: int, most_tokens: int) -> LongRows | N
     host = layout.host_offsets
     if n == 0:
         return None
+    is_long = layout.lengths > 1
     if host is not None:
         lengths = np.diff(host)
         is_long_row = lengths > 1
@@ -194,10 +195,8 @@ def _long_rows(layout: Layout, most_rows: int, most_tokens: int) -> LongRows | N
             return None
         new = Layout.from_host_lengths(layout.backend, lengths[rows], like=layout.offsets)
         slots = layout.to_index(np.maximum(np.cumsum(is_long_row) - 1, 0))
-        is_long = layout.lengths > 1
         starts = layout.to_index(host[rows])
     else:
-        is_long = layout.lengths > 1
         dtype = layout.offsets.dtype
         ranks = xp.cumulative_sum(xp.astype(is_long, dtype), dtype=dtype)
         index = layout.arange(n) + 1
