@@ -118,9 +118,8 @@ class Array:
                 f"offsets: expected rows for {self.total_length} tokens, got none; an empty batch has no tokens"
             )
         if self.max_length is not None:
-            object.__setattr__(
-                self, "max_length", checks.check_integer("max_length", self.max_length, 0)
-            )
+            longest = checks.check_integer("max_length", self.max_length, 0)
+            object.__setattr__(self, "max_length", longest)
         host = self.layout.host_offsets
         if host is not None:
             self._check(host)
@@ -264,7 +263,7 @@ class Array:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return _size(self.values.shape)
+        return math.prod([*self.values.shape])
 
     @property
     def dtype(self) -> Any:
@@ -280,10 +279,7 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Bytes of values and offsets together."""
-        return sum(
-            _bits(self.layout.xp, x.dtype) // 8 * _size(x.shape)
-            for x in (self.values, self.offsets)
-        )
+        return sum(_nbytes(self.layout.xp, x) for x in (self.values, self.offsets))
 
     @property
     def mT(self) -> Array:  # noqa: N802 (the standard's name)
@@ -300,14 +296,9 @@ class Array:
         """Return the array on another device."""
         if stream is not None:
             raise ValueError("stream: expected None, scree knows no streams of a library")
-        move = self.layout.backend.to_device
-        layout = Layout(
-            self.layout.backend,
-            move(self.offsets, device),
-            self.total_length,
-            self.layout.max_length,
-            self.layout.host_offsets,
-        )
+        old, move = self.layout, self.layout.backend.to_device
+        offsets = move(self.offsets, device)
+        layout = Layout(old.backend, offsets, self.total_length, old.max_length, old.host_offsets)
         return Array.from_layout(move(self.values, device), layout, self.ragged_dim)
 
     @property
@@ -328,9 +319,8 @@ class Array:
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
         if api_version is not None and api_version not in VERSIONS:
-            raise ValueError(
-                f"api_version: expected one of {', '.join(VERSIONS)}, got {api_version!r}"
-            )
+            versions = ", ".join(VERSIONS)
+            raise ValueError(f"api_version: expected one of {versions}, got {api_version!r}")
         return UPPER.namespaces[self.layout.backend.name]
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -533,17 +523,14 @@ class Update:
         return UPPER.update(self.array, self.key, "max", value)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    return math.prod([*shape])
-
-
-def _bits(xp: Any, dtype: Any) -> int:
-    """Return the bits of one element; the standard has no itemsize."""
-    if xp.isdtype(dtype, "bool"):
-        return 8
-    if xp.isdtype(dtype, "complex floating"):
-        return 2 * int(xp.finfo(dtype).bits)
-    return int((xp.iinfo if xp.isdtype(dtype, "integral") else xp.finfo)(dtype).bits)
+def _nbytes(xp: Any, x: Any) -> int:
+    """Return the bytes of an array; the standard has no itemsize."""
+    size = int(math.prod(x.shape))
+    if xp.isdtype(x.dtype, "bool"):
+        return size
+    bits = (xp.iinfo if xp.isdtype(x.dtype, "integral") else xp.finfo)(x.dtype).bits
+    parts = 2 if xp.isdtype(x.dtype, "complex floating") else 1
+    return parts * int(bits) // 8 * size
 
 
 def _unary(function: str, x: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import checks
 from .array import Array
-from .backends import constant, is_array
+from .backends import backend, constant, is_array
 from .layout import has_same_rows
 
 SCALARS = *checks.NUMBERS, np.generic
@@ -40,6 +40,13 @@ def check_ragged_axis_first(name: str, x: Array) -> None:
 def as_values(x: Any) -> Any:
     """Return the values of a ragged array, or anything else unchanged."""
     return x.values if isinstance(x, Array) else x
+
+
+def check_array(name: str, x: Any) -> Any:
+    """Return the values of a ragged array, or a dense array unchanged; raise for anything else."""
+    values = as_values(x)
+    backend(values, name)
+    return values
 
 
 def with_values_like(x: Any, values: Any) -> Any:
@@ -113,10 +120,14 @@ def is_broadcastable(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool
 
 
 def broadcast_operand(name: str, x: Any, like: Array) -> Any:
-    """Return a dense operand in a shape that broadcasts with the values of the ragged array `like`.
+    """Return an operand in a shape that broadcasts with the values of the ragged array `like`.
+
+    Ragged operands are on the layout of `like`.
 
     An operand with one entry per row is expanded to one per token. None stays None.
     """
+    if isinstance(x, Array):
+        return x.values
     if x is None or isinstance(x, SCALARS):
         return x
     if not is_array(x):
@@ -162,6 +173,18 @@ def mask_tail(x: Array, values: Any, fill_value: Any = 0) -> Any:
     if mask is None:
         return values
     return x.layout.xp.where(expand_to_tokens(x, mask), values, fill_value)
+
+
+def peek_tokens(x: Any, per_token: Any) -> np.ndarray | None:
+    """Return integers, one per token of `x`, in host memory and without its tail.
+
+    The result is None if reading them, or the offsets that tell the tail, is not free.
+    """
+    host = backend(per_token).peek(per_token)
+    if host is None or not isinstance(x, Array) or x.layout.has_no_tail:
+        return host
+    offsets = x.layout.host_offsets
+    return None if offsets is None else host[: offsets[-1]]
 
 
 def normalize_axes(name: str, axis: Any, ndim: int) -> tuple[int, ...]:

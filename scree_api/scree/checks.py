@@ -150,15 +150,13 @@ def read_integers(name: str, x: Any) -> np.ndarray:
 
 
 def check_index_bounds(
-    name: str,
-    indices: np.ndarray | None,
-    size: int,
-    *,
-    low: int = 0,
-    where: str = "",
-    error: type[Exception] = ValueError,
+    name: str, indices: np.ndarray | None, size: int, where: str = "", from_end: bool = False
 ) -> None:
-    """Raise unless all indices are in [low, size); `where` describes the axis."""
+    """Raise unless all indices are in [0, size); `where` describes the axis.
+
+    With `from_end` negative indices count from the end, and the error is an `IndexError`.
+    """
+    low, error = (-size, IndexError) if from_end else (0, ValueError)
     if indices is not None and indices.size and (indices.min() < low or indices.max() >= size):
         raise error(
             f"{name}: expected numbers in [{low}, {size}){where}, got {indices.min()} to {indices.max()}"

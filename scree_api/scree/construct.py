@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from . import checks
 from .array import Array
 from .backends import backend, is_array
 from .broadcasting import check_ragged
-from .checks import check_integer, check_integers, check_shape, peek_integers
 from .dispatch.operation import define_operation
 from .layout import Layout, index_dtype
 
@@ -92,7 +92,9 @@ class PackCall:
         lib = backend(first, "arrays[0]")
         if first.ndim == 0:
             raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
-        check_integer("ragged_dim", self.ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
+        checks.check_integer(
+            "ragged_dim", self.ragged_dim, 0, first.ndim, ", the axes of arrays[0]"
+        )
         if len(set(map(type, arrays))) > 1:
             names = [backend(x).name if is_array(x) else type(x).__name__ for x in arrays]
             _check_equal("library", "convert it first", TypeError, names)
@@ -230,7 +232,7 @@ def from_lengths(
     array([0, 2, 2, 5], dtype=int32)
     """
     lib = backend(values, "values")
-    host = peek_integers("lengths", lengths)
+    host = checks.peek_integers("lengths", lengths)
     if host is not None:
         if host.ndim != 1 or host.dtype.kind not in "iu":
             raise TypeError(
@@ -245,15 +247,11 @@ def from_lengths(
             raise ValueError(
                 f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {length_sum}"
             )
-        arr = Array(
-            values,
-            Layout.from_host_lengths(lib, host, device=lib.device(values)).offsets,
-            ragged_dim,
-            max_length,
-        )
+        layout = Layout.from_host_lengths(lib, host, device=lib.device(values))
+        arr = Array(values, layout.offsets, ragged_dim, max_length)
         arr.layout.set_host_lengths(host)
         return arr if max_length is None else arr.validate()
-    lengths = check_integers("lengths", lengths, values)
+    lengths = checks.check_integers("lengths", lengths, values)
     if lengths.ndim != 1:
         raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")
     dtype = index_dtype(lib.xp, _tokens(values, ragged_dim), lengths)
@@ -331,10 +329,10 @@ def from_segment_ids(
     array([0, 2, 2, 4, 4], dtype=int32)
     """
     lib, total = backend(values, "values"), _tokens(values, ragged_dim)
-    segment_ids = check_integers("segment_ids", segment_ids, values)
+    segment_ids = checks.check_integers("segment_ids", segment_ids, values)
     if num_segments is not None:
-        num_segments = check_integer("num_segments", num_segments, 0)
-    check_shape("segment_ids", segment_ids, (total,), "one id per token")
+        num_segments = checks.check_integer("num_segments", num_segments, 0)
+    checks.check_shape("segment_ids", segment_ids, (total,), "one id per token")
     host = lib.peek(segment_ids) if num_segments is not None else lib.read(segment_ids)
     if host is not None and host.size:
         falls = np.nonzero(host[1:] < host[:-1])[0]
@@ -357,8 +355,5 @@ def from_segment_ids(
 
 
 def _tokens(values: Any, ragged_dim: int) -> int:
-    return int(
-        values.shape[
-            check_integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")
-        ]
-    )
+    axis = checks.check_integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")
+    return int(values.shape[axis])

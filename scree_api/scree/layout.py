@@ -137,7 +137,7 @@ class Layout:
         The offsets have the dtype and the device of `like`; without it they are on `device`, int32,
         or int64 if the total needs it.
         """
-        host = _offsets_of(lengths)
+        host = host_offsets_of(lengths)
         dtype = index_dtype(backend.xp, int(host[-1]), like)
         device = device if like is None else backend.device(like)
         host = host if dtype == backend.xp.int64 else host.astype(np.int32)
@@ -173,8 +173,7 @@ class Layout:
         if key not in cache:
             with self.backend.untraced(self.offsets):
                 cache[key] = derive()
-        result: T = cache[key]
-        return result
+        return cache[key]  # type: ignore[no-any-return]
 
     def pair_cache(self, other: Layout) -> dict[Any, Any]:
         """Return the cache of data derived from both layouts.
@@ -204,8 +203,7 @@ class Layout:
     @property
     def num_rows(self) -> int:
         """Number of rows, a Python integer."""
-        rows: int = self.offsets.shape[0] - 1
-        return rows
+        return self.offsets.shape[0] - 1  # type: ignore[no-any-return]
 
     @property
     def device(self) -> Any:
@@ -223,8 +221,7 @@ class Layout:
 
     def offsets_as_index(self, max_index: int) -> Any:
         """Return the offsets in a dtype that holds `max_index`."""
-        dtype = index_dtype(self.xp, max_index, self.offsets)
-        return self.xp.astype(self.offsets, dtype, copy=False)
+        return widen_index(self.xp, self.offsets, max_index)
 
     def to_index(self, indices: np.ndarray, max_index: int = 0) -> Any:
         """Return indices in host memory as an array of the library, on the device of the offsets.
@@ -244,7 +241,7 @@ class Layout:
     def set_host_lengths(self, lengths: np.ndarray) -> None:
         """Store known row lengths, so that the offsets never have to be read."""
         if self._host is None:
-            self._host = _offsets_of(lengths)
+            self._host = host_offsets_of(lengths)
 
     def read_offsets(self) -> np.ndarray:
         """Return the offsets in host memory; wait for the device if they are not known there."""
@@ -257,8 +254,7 @@ class Layout:
     def max_length_bound(self) -> int:
         """A bound on the longest row, at least as tight as `max_length`; never reads the offsets."""
         if self.host_offsets is not None:
-            longest: int = self._exact_max_length
-            return longest
+            return self._exact_max_length  # type: ignore[no-any-return]
         if self.max_length is None:
             return self.total
         # The minimum would make a compiler specialize on the total.
@@ -294,7 +290,8 @@ class Layout:
 
     def per_token(self, per_row: Any) -> Any:
         """Return ``per_row[row]`` for the row of each token: (total, ...) for (n, ...)."""
-        if 0 in per_row.shape[1:]:  # MLX divides by the number of elements per row
+        # Without rows there is nothing to take; MLX divides by the number of elements per row.
+        if 0 in per_row.shape:
             shape = (self.total, *per_row.shape[1:])
             return self.xp.zeros(shape, dtype=per_row.dtype, device=self.device)
         return self.xp.take(per_row, self.clipped_segment_ids, axis=0)
@@ -327,6 +324,13 @@ class Layout:
     @_cached
     def _token_mask(self) -> Any:
         return self.arange(self.total) < self.offsets[-1:]
+
+    def with_lengths(self, lengths: Any, total: int, max_length: int | None) -> Layout:
+        """Return a layout of rows whose lengths only the device knows; `total` bounds their sum."""
+        # On the device of the offsets, also under a trace.
+        zero = self.xp.astype(self.offsets[:1] * 0, lengths.dtype, copy=False)
+        ends = self.xp.cumulative_sum(lengths, dtype=lengths.dtype)
+        return Layout(self.backend, self.xp.concat([zero, ends]), total, max_length)
 
     def repeat_tokens(self, count: int) -> Layout:
         """Return the layout in which every token is repeated `count` times."""
@@ -396,17 +400,13 @@ class Layout:
         return self.cached(("tiles", size), lambda: self._make_tiles(size))
 
     def _make_tiles(self, size: int) -> Tiles:
-        xp = self.xp
         if self.host_offsets is not None:
             counts = -(-(self.host_offsets[1:] - self.host_offsets[:-1]) // size)
             layout = Layout.from_host_lengths(self.backend, counts, like=self.offsets)
         else:
             counts = (self.lengths + (size - 1)) // size
-            ends = xp.cumulative_sum(counts, dtype=self.offsets.dtype)
-            zero = self.offsets[:1] * 0  # on the device of the offsets, also under a trace
-            offsets = xp.concat([zero, ends])
             bound = self.total // size + self.num_rows
-            layout = Layout(self.backend, offsets, bound, -(-self.max_length_bound // size))
+            layout = self.with_lengths(counts, bound, -(-self.max_length_bound // size))
         starts = layout.positions * size
         first = layout.per_token(self.offsets[:-1]) + starts
         tokens = first[:, None] + self.arange(size)[None, :]
@@ -427,7 +427,8 @@ class Layout:
         return self.xp.where(index < size, index, max(size - 1, 0))
 
 
-def _offsets_of(lengths: np.ndarray) -> np.ndarray:
+def host_offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Return the offsets of rows of the given lengths, int64."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     lengths.cumsum(dtype=np.int64, out=offsets[1:])
     return offsets
@@ -441,6 +442,11 @@ def index_dtype(xp: Any, max_index: int, like: Any = None) -> Any:
     if max_index >= 2**31:
         return xp.int64
     return xp.int32 if like is None else like.dtype
+
+
+def widen_index(xp: Any, index: Any, max_index: int) -> Any:
+    """Return indices in a dtype that holds `max_index`."""
+    return xp.astype(index, index_dtype(xp, max_index, index), copy=False)
 
 
 def has_same_rows(a: Layout, b: Layout) -> bool | None:

@@ -335,6 +335,13 @@ def test_reductions_of_complex_numbers(name: str) -> None:
     np.testing.assert_allclose(np.asarray(size), [np.linalg.norm(row) for row in rows], rtol=1e-6)
 
 
+def test_vector_norm_of_negative_integers_takes_their_sizes() -> None:
+    x = scree.from_lengths(np.asarray([-1, 1, 2]), [2, 1])
+    for ord in (1, 3):
+        size = scree.namespace(x).linalg.vector_norm(x, axis=1, ord=ord)
+        np.testing.assert_allclose(size, [np.linalg.norm([-1, 1], ord), 2])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_loose_max_length_keeps_results(name: str) -> None:
     """Nothing walks or compares up to it.

@@ -154,7 +154,8 @@ def from_table(table: Any) -> dict[str, Any]:
 
 
 def _is_flat(dtype: Any) -> bool:
-    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
+    kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return any(is_kind(dtype) for is_kind in kinds)
 
 
 def _check_no_nulls(x: Any, items: str, remedy: str) -> None:

@@ -83,11 +83,6 @@ def make_guard(values: list[Any]) -> Callable[..., bool] | None:
     return None if build is None else build(values)
 
 
-def store(
-    entries: list[Entry],
-    kernels: list[Any],
-    guard: Callable[..., bool],
-    prepared: Callable[..., Any],
-) -> None:
-    """Remember a prepared kernel for arrays that `guard` accepts."""
-    entries[:] = *entries[1 - MAX_GUARDS :], Entry(kernels, guard, prepared)
+def store(entries: list[Entry], entry: Entry) -> None:
+    """Remember a decision in place of the oldest one."""
+    entries[:] = *entries[1 - MAX_GUARDS :], entry

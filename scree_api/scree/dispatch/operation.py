@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import get_ident
 from typing import Any
@@ -125,18 +126,15 @@ class Operation:
                     break
         call = self.record(**arrays, **options)
         chosen, rejected = self.select(call, kernel)
-        prepared = guard = None
         if entries is not None and chosen.prepare is not None and not rejected:
             guard = call_cache.make_guard(values)
             prepared = None if guard is None else chosen.prepare(call)
-        if entries is None or guard is None or prepared is None:
-            return self._run_on(chosen, call, kernel)
-        try:
-            result = prepared(**arrays)
-        except KernelUnavailableError:
-            return self._run_on(chosen, call, kernel)
-        call_cache.store(entries, kernels, guard, prepared)
-        return result
+            if guard is not None and prepared is not None:
+                with suppress(KernelUnavailableError):
+                    result = prepared(**arrays)
+                    call_cache.store(entries, call_cache.Entry(kernels, guard, prepared))
+                    return result
+        return self._run_on(chosen, call, kernel)
 
     def run_call(self, call: Any, kernel: str | None = None) -> Any:
         """Run a validated call on the named kernel, or on the first that accepts it; never cached."""
@@ -169,9 +167,8 @@ class Operation:
                 return candidate, rejected
             rejected[candidate.provider] = reason
         if kernel in rejected:
-            raise ValueError(
-                f"{self.name}: kernel={kernel!r} rejects this call: {rejected[kernel]}"
-            )
+            reason = rejected[kernel]
+            raise ValueError(f"{self.name}: kernel={kernel!r} rejects this call: {reason}")
         providers = ", ".join(repr(k.provider) for k in self.kernels)
         raise ValueError(f"kernel: expected one of {providers} for {self.name}, got {kernel!r}")
 

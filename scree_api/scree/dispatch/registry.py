@@ -157,10 +157,7 @@ def isolated(*, standard_only: bool = False) -> Iterator[None]:
     >>> "mine" in [kernel.provider for kernel in registry.kernels("softmax")]
     False
     """
-    saved = {
-        operation: (operation.kernels, dict(operation.unavailable))
-        for operation in OPERATIONS.values()
-    }
+    saved = {op: (op.kernels, dict(op.unavailable)) for op in OPERATIONS.values()}
     loaded = set(_loaded)
     if standard_only:
         for operation in saved:
@@ -185,9 +182,8 @@ def kernels(operation: str) -> tuple[Kernel, ...]:
 def get_operation(name: str) -> Operation:
     """Return an operation by name; raise `ValueError` if there is none."""
     if not isinstance(name, str) or name not in OPERATIONS:
-        raise ValueError(
-            f"operation: expected one of {', '.join(sorted(OPERATIONS))}, got {name!r}"
-        )
+        names = ", ".join(sorted(OPERATIONS))
+        raise ValueError(f"operation: expected one of {names}, got {name!r}")
     return OPERATIONS[name]
 
 

@@ -3,21 +3,9 @@
 `KINDS` binds every name.
 """
 
-from . import elementwise, linear_algebra, manipulation, searching, sets, sorting, statistical
+# These modules register implementations.
+from . import elementwise, linear_algebra, manipulation, searching, sets, sorting, statistical  # noqa: F401
 from .binding import IMPLEMENTATIONS, bind
 from .table import EXTENSIONS, KINDS, Kind
 
-__all__ = [
-    "EXTENSIONS",
-    "IMPLEMENTATIONS",
-    "KINDS",
-    "Kind",
-    "bind",
-    "elementwise",
-    "linear_algebra",
-    "manipulation",
-    "searching",
-    "sets",
-    "sorting",
-    "statistical",
-]
+__all__ = ["EXTENSIONS", "IMPLEMENTATIONS", "KINDS", "Kind", "bind"]

@@ -65,6 +65,11 @@ def _cached_dtype(std: Standard, rule: Function | None) -> Function:
     return result_dtype
 
 
+def library_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
+    """Return the dtype of the library's own result; options are pairs of a keyword and its value."""
+    return std.function(std.xp.ones((2,), dtype=dtype), **dict(options)).dtype
+
+
 #: Name of a kind -> implementation, the operands that decide whether a call is ragged, and the rule for the
 #: dtype of the result.
 IMPLEMENTATIONS: dict[str, tuple[FunctionType, str, Function | None]] = {}
@@ -103,18 +108,12 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
     """Return the function of a namespace for the library's own function."""
     if kind.name == "unsupported":
         return _refuse(function, name, kind.why)
-    implementation, operands, dtype_rule = IMPLEMENTATIONS[kind.name]
-    ragged = FunctionType(
-        implementation.__code__,
-        implementation.__globals__,
-        implementation.__name__,
-        implementation.__defaults__,
-        implementation.__closure__,
-    )
+    f, operands, dtype_rule = IMPLEMENTATIONS[kind.name]
+    ragged = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
     # Python's TypeError about wrong arguments prints the qualified name.
     ragged.__qualname__ = getattr(function, "__name__", name)
     std = Standard(function, name, backend, dtype_rule)
-    ragged.__kwdefaults__ = {**(implementation.__kwdefaults__ or {}), "std": std}
+    ragged.__kwdefaults__ = {**(f.__kwdefaults__ or {}), "std": std}
     return SELECTORS[operands](function, ragged)
 
 
@@ -127,7 +126,7 @@ def _refuse(function: Function, name: str, why: str) -> Function:
     return call
 
 
-def _if_first_is_ragged(function: Function, ragged: Function) -> Function:
+def _if_first(function: Function, ragged: Function) -> Function:
     def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Array):
             return ragged(x, *args, **kwargs)
@@ -136,7 +135,7 @@ def _if_first_is_ragged(function: Function, ragged: Function) -> Function:
     return call
 
 
-def _if_either_is_ragged(function: Function, ragged: Function) -> Function:
+def _if_either(function: Function, ragged: Function) -> Function:
     def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x1, Array) or isinstance(x2, Array):
             return ragged(x1, x2, *args, **kwargs)
@@ -145,7 +144,7 @@ def _if_either_is_ragged(function: Function, ragged: Function) -> Function:
     return call
 
 
-def _if_list_has_ragged(function: Function, ragged: Function) -> Function:
+def _if_list(function: Function, ragged: Function) -> Function:
     def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays):
             return ragged(arrays, *args, **kwargs)
@@ -158,9 +157,5 @@ def _always(function: Function, ragged: Function) -> Function:
     return ragged
 
 
-SELECTORS = {
-    "first": _if_first_is_ragged,
-    "either": _if_either_is_ragged,
-    "list": _if_list_has_ragged,
-    "all": _always,
-}
+#: The operand that must be ragged -> the function of both implementations that selects one.
+SELECTORS = {"first": _if_first, "either": _if_either, "list": _if_list, "all": _always}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import broadcast_operand, check_shared_layout
-from ..checks import check_keywords
 from .binding import Standard, implements
 
 #: The elementwise functions of the standard with keywords.
@@ -18,9 +18,9 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
     """Apply the library's function to the values; dense operands broadcast."""
     ragged = [x for x in args if isinstance(x, Array)]
     if kwargs:
-        if ragged or any(isinstance(x, Array) for x in kwargs.values()):
-            check_keywords(std.name, kwargs, KEYWORDS.get(std.name, ()))
         ragged += [x for x in kwargs.values() if isinstance(x, Array)]
+        if ragged:
+            checks.check_keywords(std.name, kwargs, KEYWORDS.get(std.name, ()))
     if not ragged:
         return std.function(*args, **kwargs)
     first = ragged[0] if len(ragged) == 1 else check_shared_layout(std.name, ragged)
@@ -28,12 +28,9 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
     if is_plain and ragged[-1].layout is first.layout:
         out = std.function(*[x.values for x in ragged])
         return Array.from_layout(out, first.layout, first.ragged_dim)
-
-    def operand(x: Any) -> Any:
-        return x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first)
-
-    named = {name: operand(x) for name, x in kwargs.items()}
-    return first.with_values(std.function(*map(operand, args), **named))
+    operands = [broadcast_operand(std.name, x, first) for x in args]
+    named = {key: broadcast_operand(std.name, x, first) for key, x in kwargs.items()}
+    return first.with_values(std.function(*operands, **named))
 
 
 @implements("same_rows")

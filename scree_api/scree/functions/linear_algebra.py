@@ -20,7 +20,7 @@ from ..broadcasting import (
 )
 from ..dispatch.operation import define_operation
 from ..ops.segment import gather_tiles, safe_root, segment_reduce, tile_size
-from .binding import Standard, implements
+from .binding import Standard, implements, library_dtype
 
 TILE = 64  # tokens of one row that are multiplied together
 MAX_WEIGHTS = 1 << 22  # elements of the matrices gathered at a time
@@ -32,8 +32,7 @@ def matmul(x1: Any, x2: Any, /, *, std: Standard) -> Array:
 
     The shapes are (n, None, ..., k) @ (k, m) and (n, None, k) @ (n, k, m).
     """
-    fits = isinstance(x1, Array) and is_array(x2) and x1.ndim >= 3
-    fits = fits and x1.ragged_dim < x1.values.ndim - 1
+    fits = isinstance(x1, Array) and is_array(x2) and x1.ragged_dim < x1.values.ndim - 1
     if not fits or not (x2.ndim in (1, 2) or x2.ndim == x1.ndim == 3):
         shapes = (tuple(x.shape) if hasattr(x, "shape") else repr(x) for x in (x1, x2))
         raise TypeError(
@@ -68,11 +67,9 @@ class GroupedCall:
     weight: Any
 
     def __post_init__(self) -> None:
-        n, _, k = self.x.shape
-        if tuple(self.weight.shape[:2]) != (n, k):
-            raise ValueError(
-                f"matmul: expected one matrix per row, ({n}, {k}, m), got {tuple(self.weight.shape)}"
-            )
+        (n, _, k), shape = self.x.shape, tuple(self.weight.shape)
+        if shape[:2] != (n, k):
+            raise ValueError(f"matmul: expected one matrix per row, ({n}, {k}, m), got {shape}")
         checks.check_same_dtype("matmul", self.weight, self.x, "x1")
 
 
@@ -118,10 +115,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, std: Standard) -> Any:
     for x in (x1, x2):
         checks.check_dense(std.name, as_values(x), first.values)
     axis, dim = normalize_axis(std.name, axis, first.ndim), first.ragged_dim
-    a, b = (
-        x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first)
-        for x in (x1, x2)
-    )
+    a, b = (broadcast_operand(std.name, x, first) for x in (x1, x2))
     if axis != dim + 1:
         out = std.function(a, b, axis=axis - 1 - first.values.ndim)
         return first.with_values(out, ragged_dim=dim - (axis <= dim))
@@ -151,11 +145,7 @@ def tensordot(x1: Any, x2: Any, /, *, axes: Any = 2, std: Standard) -> Array:
     return x1.with_values(std.function(x1.values, x2, axes=axes))
 
 
-def _norm_dtype(std: Standard, dtype: Any) -> Any:
-    return std.function(std.xp.ones((1,), dtype=dtype)).dtype
-
-
-@implements("vector_norm", dtype_rule=_norm_dtype)
+@implements("vector_norm", dtype_rule=library_dtype)
 def vector_norm(
     x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2, std: Standard
 ) -> Any:
@@ -174,10 +164,8 @@ def vector_norm(
         return x.with_values(out, ragged_dim=x.ragged_dim - removed)
     dtype = std.result_dtype(x.dtype)  # floating-point for integers
     namespace = x.__array_namespace__()
-    if xp.isdtype(x.dtype, ("real floating", "complex floating")):
-        size = xp.abs(mask_tail(x, x.values))
-    else:
-        size = xp.astype(x.values, dtype)
+    is_floating = xp.isdtype(x.dtype, ("real floating", "complex floating"))
+    size = xp.abs(mask_tail(x, x.values if is_floating else xp.astype(x.values, dtype)))
 
     def reduce(function: str, values: Any) -> Any:
         return getattr(namespace, function)(x.with_values(values), axis=axes, keepdims=keepdims)
@@ -200,8 +188,7 @@ def matrices(x: Array, /, *args: Any, std: Standard, **kwargs: Any) -> Any:
         raise ValueError(
             f"x: expected a matrix for each token, (n, None, ..., k, m), got {x.shape}"
         )
-    if any(isinstance(a, Array) for a in args):
-        check_shared_layout(std.name, [x, *(a for a in args if isinstance(a, Array))])
+    check_shared_layout(std.name, [x, *(a for a in args if isinstance(a, Array))])
     out = std.function(x.values, *map(as_values, args), **kwargs)
     if not isinstance(out, tuple):
         return x.with_values(out)

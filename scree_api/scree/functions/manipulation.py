@@ -25,7 +25,7 @@ from ..broadcasting import (
 from ..construct import unpack
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import select, take_rows
-from ..layout import Layout
+from ..layout import Layout, host_offsets_of
 from .binding import Standard, implements
 
 
@@ -91,8 +91,7 @@ def _concat_batches(arrays: list[Array], values: Any) -> Array:
         return Array.from_layout(values, new, dim)
     # Tails of all arrays but the last would be between the rows.
     lengths = xp.concat([x[1:] - x[:-1] for x in offsets])
-    ends = xp.cumulative_sum(lengths, dtype=lengths.dtype)
-    new = Layout(backend, xp.concat([offsets[0][:1], ends]), total, longest)
+    new = layouts[0].with_lengths(lengths, total, longest)
     return select(Array.from_layout(values, new, dim), new, xp.concat(starts), distinct=True)
 
 
@@ -103,17 +102,15 @@ def joined_layout(layouts: list[Layout]) -> Layout:
         raise ValueError(f"arrays: expected the same number of rows, got {counts}")
 
     def join(a: Layout, b: Layout) -> Layout:
-        joined: Layout = a.cached("joined", partial(_join_pair, a, b), pair=b)
-        return joined
+        return a.cached("joined", partial(_join_pair, a, b), pair=b)
 
     return reduce(join, layouts)
 
 
 def _join_pair(a: Layout, b: Layout) -> Layout:
     total = a.total + b.total
-    longest = None
-    if a.max_length is not None and b.max_length is not None:
-        longest = a.max_length + b.max_length
+    bounds = a.max_length, b.max_length
+    longest = None if None in bounds else sum(bounds)  # type: ignore[arg-type]
     offsets = a.offsets_as_index(total) + b.offsets_as_index(total)
     return Layout(a.backend, offsets, total, longest)
 
@@ -207,16 +204,16 @@ def permute_dims(x: Array, /, axes: tuple[int, ...], *, std: Standard) -> Array:
     if not isinstance(axes, tuple | list):
         raise TypeError(f"axes: expected a tuple of {x.ndim} axes, got {axes!r}")
     # -1 for an invalid entry, which fails the check.
-    order = tuple(
-        int(a) % x.ndim if isinstance(a, int | np.integer) and -x.ndim <= a < x.ndim else -1
-        for a in axes
-    )
+    allowed = range(-x.ndim, x.ndim)
+    order = [
+        int(a) % x.ndim if isinstance(a, checks.INTEGERS) and a in allowed else -1 for a in axes
+    ]
     if sorted(order) != list(range(x.ndim)) or order[0] != 0:
         raise ValueError(
             f"axes: expected 0, the batch, and then the others of {x.ndim} axes in any order, got {axes}"
         )
-    order = tuple(a - 1 for a in order[1:])
-    return x.with_values(std.function(x.values, order), ragged_dim=order.index(x.ragged_dim))
+    inner = tuple(a - 1 for a in order[1:])
+    return x.with_values(std.function(x.values, inner), ragged_dim=inner.index(x.ragged_dim))
 
 
 @implements("moveaxis")
@@ -300,9 +297,7 @@ def broadcast_arrays(*arrays: Any, std: Standard) -> Any:
     if not ragged:
         return std.function(*arrays)
     first = check_shared_layout(std.name, ragged)
-    operands = [
-        x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first) for x in arrays
-    ]
+    operands = [broadcast_operand(std.name, x, first) for x in arrays]
     # `first` gives dense operands the number of tokens; its own result is dropped.
     return [first.with_values(x) for x in std.function(first.values, *operands)[1:]]
 
@@ -401,9 +396,8 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard)
     offsets = x.layout.read_offsets()
     counts = _read_counts(repeats.values, (x.total_length,), x)
     counts = np.broadcast_to(counts, (x.total_length,))[: offsets[-1]]  # without the tail
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    new_offsets = ends[offsets]
-    layout = Layout.from_host_lengths(std.backend, np.diff(new_offsets), like=x.offsets)
+    lengths = np.diff(host_offsets_of(counts)[offsets])
+    layout = Layout.from_host_lengths(std.backend, lengths, like=x.offsets)
     tokens = x.layout.to_index(np.repeat(np.arange(counts.size), counts))
     return Array.from_layout(std.xp.take(x.values, tokens, axis=dim), layout, dim)
 

@@ -15,7 +15,7 @@ from ..broadcasting import (
 )
 from ..indexing.getitem import drop_tail, normalize_element_index, positions_to_tokens
 from ..ops.segment import identity, segment_arg
-from .binding import Standard, implements
+from .binding import Standard, implements, library_dtype
 
 
 @implements("take", ragged="either")
@@ -52,8 +52,7 @@ def _table_index(std: Standard, table: Any, indices: Any) -> Any:
     host = std.backend.peek(indices)
     if host is None or not host.size:
         return indices
-    where = ", the rows of x"
-    checks.check_index_bounds("indices", host, size, low=-size, where=where, error=IndexError)
+    checks.check_index_bounds("indices", host, size, ", the rows of x", from_end=True)
     return std.xp.where(indices < 0, indices + size, indices) if host.min() < 0 else indices
 
 
@@ -83,11 +82,7 @@ def take_along_axis(x: Array, indices: Any, /, *, axis: int = -1, std: Standard)
     return indices.with_values(lib.take_along_axis(x.values, tokens, dim))
 
 
-def _index_dtype(std: Standard, dtype: Any) -> Any:
-    return std.function(std.xp.ones((1,), dtype=dtype)).dtype
-
-
-@implements("arg", dtype_rule=_index_dtype)
+@implements("arg", dtype_rule=library_dtype)
 def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False, std: Standard) -> Any:
     """Return the position of the extremum; along the ragged axis in each row, -1 for an empty row.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,37 +15,18 @@ from ..ops.segment import append_axes, identity
 from .binding import Standard, implements
 
 
-@implements("sort")
+@implements("sort", "argsort")
 def sort(
     x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True, std: Standard
 ) -> Array:
-    """Sort, along the ragged axis within each row."""
-    return _sort_rows(std, x, axis, descending, stable, _sorted_values)
-
-
-@implements("argsort")
-def argsort(
-    x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True, std: Standard
-) -> Array:
-    """Return the order that sorts, along the ragged axis as positions in the row."""
-    return _sort_rows(std, x, axis, descending, stable, _sorted_positions)
-
-
-def _sort_rows(
-    std: Standard,
-    x: Array,
-    axis: int,
-    descending: bool,
-    stable: bool,
-    sort_values: Callable[[Standard, bool, Array], Any],
-) -> Array:
+    """Return the sorted values or their order, along the ragged axis within each row."""
     axis = normalize_axis(std.name, axis, x.ndim)
     checks.check_real_dtype(std.name, std.xp, x.dtype)
     if axis != x.ragged_dim + 1 or 0 in (x.batch_size, x.total_length):
         options = {"descending": descending, "stable": stable}
         return x.with_values(std.function(x.values, axis=axis - 1, **options))
-    sort_chunk = partial(sort_values, std, descending)
-    return x.with_values(map_rows(sort_chunk, x, per_token=True))
+    sort_rows = _sorted_values if std.name == "sort" else _sorted_positions
+    return x.with_values(map_rows(partial(sort_rows, std, descending), x, per_token=True))
 
 
 def _sorted_values(std: Standard, descending: bool, x: Array) -> Any:

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import (
     accumulation_dtype,
@@ -17,7 +18,6 @@ from ..broadcasting import (
     normalize_axis,
     real_dtype,
 )
-from ..checks import check_keywords, check_number, check_real_dtype
 from ..layout import Layout
 from ..ops.row_chunks import map_rows
 from ..ops.segment import (
@@ -30,17 +30,12 @@ from ..ops.segment import (
     segment_reduce,
     segment_scan,
 )
-from .binding import Standard, implements
+from .binding import Standard, implements, library_dtype
 
 AVERAGES = ("mean", "std", "var")  # an integer input gives a floating-point result
 REAL_ONLY = ("max", "min", "std", "var")
-#: The keywords of the standard besides `axis` and `keepdims`.
-REDUCTION_KEYWORDS = {
-    "sum": ("dtype",),
-    "prod": ("dtype",),
-    "std": ("correction",),
-    "var": ("correction",),
-}
+#: The keyword of the standard besides `axis` and `keepdims`.
+REDUCTION_KEYWORD = {"sum": "dtype", "prod": "dtype", "std": "correction", "var": "correction"}
 SEGMENT_OPS = (*IDENTITIES, "max", "min")  # the reductions of `segment_reduce`
 
 
@@ -48,10 +43,10 @@ def _reduced_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
     """Return the dtype of the library's own result, whose promotion we follow."""
     xp = std.xp
     if std.name in REAL_ONLY:
-        check_real_dtype(std.name, xp, dtype)
+        checks.check_real_dtype(std.name, xp, dtype)
     if std.name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
         return xp.__array_namespace_info__().default_dtypes()["real floating"]
-    return std.function(xp.ones((2,), dtype=dtype), **dict(options)).dtype
+    return library_dtype(std, dtype, *options)
 
 
 @implements("reduction", dtype_rule=_reduced_dtype)
@@ -66,9 +61,10 @@ def reduction(
     values, ragged_axis, name = x.values, x.ragged_dim + 1, std.name
     axes = normalize_axes(name, axis, values.ndim + 1)
     if options:
-        check_keywords(name, options, REDUCTION_KEYWORDS.get(name, ()))
+        allowed = (REDUCTION_KEYWORD[name],) if name in REDUCTION_KEYWORD else ()
+        checks.check_keywords(name, options, allowed)
         if "correction" in options:
-            check_number("correction", options["correction"])
+            checks.check_number("correction", options["correction"])
     dtype = std.result_dtype(values.dtype, *options.items())
     if axes == (1,) and ragged_axis == 1 and not keepdims and name in SEGMENT_OPS:
         return segment_reduce(name, values, x.layout, dtype=dtype)
@@ -147,8 +143,7 @@ def _reduce_rows(
         return _segment(xp, "sum", x.with_values(is_nonzero(xp, x.values)), axes, keepdims, dtype)
     if name not in ("var", "std"):
         return _segment(xp, name, x, axes, keepdims, dtype)
-    variance = partial(_variance_of_rows, std, axes, keepdims, dtype, correction)
-    return map_rows(variance, x)
+    return map_rows(partial(_variance_of_rows, std, axes, keepdims, dtype, correction), x)
 
 
 def _variance_of_rows(
@@ -184,11 +179,7 @@ def _segment(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, 
     return xp.reshape(out, tuple(1 if a in axes else int(n or 0) for a, n in enumerate(x.shape)))
 
 
-def _scanned_dtype(std: Standard, dtype: Any, requested: Any) -> Any:
-    return std.function(std.xp.ones((1,), dtype=dtype), axis=0, dtype=requested).dtype
-
-
-@implements("scan", dtype_rule=_scanned_dtype)
+@implements("scan", dtype_rule=library_dtype)
 def scan(
     x: Array,
     /,
@@ -201,12 +192,11 @@ def scan(
     """Compute running sums or products; along the ragged axis within each row."""
     xp, op, dim = std.xp, std.name.removeprefix("cumulative_"), x.ragged_dim
     axis = normalize_axis(std.name, axis, x.ndim)
-    dtype = std.result_dtype(x.dtype, dtype)
+    dtype = std.result_dtype(x.dtype, ("dtype", dtype))
     if axis != dim + 1:
         wide = accumulation_dtype(xp, dtype)
         values = xp.astype(x.values, wide, copy=False)
-        options = {"include_initial": include_initial, "dtype": wide}
-        values = std.function(values, axis=axis - 1, **options)
+        values = std.function(values, axis=axis - 1, include_initial=include_initial, dtype=wide)
         return x.with_values(xp.astype(values, dtype, copy=False))
     values = segment_scan(op, moveaxis(xp, x.values, dim, 0), x.layout, dtype)
     layout = x.layout

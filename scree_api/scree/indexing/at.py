@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import checks
 from ..array import Array, At
 from ..broadcasting import (
     accumulation_dtype,
@@ -13,7 +14,6 @@ from ..broadcasting import (
     check_shared_layout,
     is_broadcastable,
 )
-from ..checks import NUMBERS, check_dense, check_same_dtype, check_scalar
 from ..layout import Layout, index_dtype
 from ..ops.segment import segment_reduce, sort_by_id
 from .getitem import getitem
@@ -79,7 +79,7 @@ def update(arr: Array, key: Any, op: str, value: Any) -> Array:
     else:
         wide = accumulation_dtype(xp, arr.dtype)
         combined = segment_reduce(op, value, updates, dtype=wide)
-        combined = COMBINE[op](xp, xp.astype(flat, wide, copy=False), combined)
+        combined = getattr(xp, COMBINE[op])(xp.astype(flat, wide, copy=False), combined)
         # An entry without a value stays: -0.0 + 0.0 is 0.0.
         flat = xp.where(updates.nonempty, xp.astype(combined, arr.dtype, copy=False), flat)
     return arr.with_values(xp.reshape(flat, arr.values.shape))
@@ -94,15 +94,14 @@ def _check_value(arr: Array, value: Any, selected: Any) -> Any:
                 f"value: expected a dense array for entries of shape {shape}, got {value.shape}"
             )
         check_shared_layout("value", (selected, value))
-        value = value.values
-    elif isinstance(selected, Array):
+    if isinstance(selected, Array):
         value = broadcast_operand("value", value, selected)
-    if isinstance(value, NUMBERS):
-        value = check_scalar("value", value, arr.values)
+    if isinstance(value, checks.NUMBERS):
+        value = checks.check_scalar("value", value, arr.values)
         value = xp.full((), value, dtype=arr.dtype, device=arr.layout.device)
     else:
-        check_dense("value", value, arr.values)
-    check_same_dtype("value", value, arr, "the array")
+        checks.check_dense("value", value, arr.values)
+    checks.check_same_dtype("value", value, arr, "the array")
     if not is_broadcastable(tuple(value.shape), shape):
         raise ValueError(
             f"value: expected it to fit the entries of shape {shape}, got {tuple(value.shape)}"
@@ -110,9 +109,5 @@ def _check_value(arr: Array, value: Any, selected: Any) -> Any:
     return value
 
 
-COMBINE = {
-    "sum": lambda xp, a, b: a + b,
-    "prod": lambda xp, a, b: a * b,
-    "min": lambda xp, a, b: xp.minimum(a, b),
-    "max": lambda xp, a, b: xp.maximum(a, b),
-}
+#: Reduction of the values of an entry -> the standard's function of the result and the old entry.
+COMBINE = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}

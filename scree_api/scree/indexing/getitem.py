@@ -22,7 +22,8 @@ from ..array import Array
 from ..backends import backend, is_array
 from ..broadcasting import expand_to_tokens, moveaxis
 from ..dispatch.operation import define_operation
-from ..layout import Layout
+from ..layout import Layout, has_same_rows, host_offsets_of
+from ..ops.row_chunks import slice_rows
 from ..ops.segment import append_axes
 
 FULL = slice(None)
@@ -42,8 +43,7 @@ def getitem(arr: Array, key: Any, fill_value: Any = None) -> Any:
         return _new_axes(arr, keys, fill_value)
     batch, *inner = _expand(arr, keys)
     if _is_integer(batch):
-        row = _row(arr, operator.index(batch))
-        return _index_axes(arr, row, inner)
+        return _index_axes(arr, _row(arr, operator.index(batch)), inner)
     arr = arr if _is_full(batch) else _rows(arr, batch)
     ragged = inner[arr.ragged_dim]
     arr = _elements(arr, inner)
@@ -91,15 +91,13 @@ def _is_full(key: Any) -> bool:
     return isinstance(key, slice) and key == FULL
 
 
-def _in_bounds(arr: Array, shape: tuple[int, ...], keys: list[Any]) -> None:
-    """Raise unless the integers among the keys are in bounds; some libraries clip them."""
-    for axis, (k, size) in enumerate(zip(keys, shape, strict=True), start=1):
-        if _is_integer(k) and is_array(k):
-            k = backend(k).peek(k)
-        if k is not None and _is_integer(k) and not -size <= operator.index(k) < size:
-            raise IndexError(
-                f"index: expected a number in [-{size}, {size}) on axis {axis} of {arr.shape}, got {k}"
-            )
+def _check_in_bounds(arr: Array, key: Any, axis: int, size: int) -> None:
+    """Raise if an integer is known to be out of bounds; some libraries clip it."""
+    key = backend(key).peek(key) if is_array(key) else key
+    if key is not None and not -size <= operator.index(key) < size:
+        raise IndexError(
+            f"index: expected a number in [-{size}, {size}) on axis {axis + 1} of {arr.shape}, got {key}"
+        )
 
 
 def _row(arr: Array, i: int) -> Any:
@@ -129,10 +127,7 @@ def read_row_index(key: Any, n: int) -> np.ndarray:
         raise TypeError(
             f"index: expected an integer, a slice or an array of rows, got {type(key).__name__}"
         )
-    if is_array(key):
-        rows = backend(key).read(key)
-    else:
-        rows = np.asarray(key, dtype=None if key else np.int64)
+    rows = checks.read_integers("index", key)
     if rows.dtype.kind == "b":
         if rows.shape != (n,):
             raise IndexError(
@@ -143,25 +138,16 @@ def read_row_index(key: Any, n: int) -> np.ndarray:
         raise IndexError(
             f"index: expected one axis of integers or booleans, got {rows.dtype} of shape {rows.shape}"
         )
-    checks.check_index_bounds("index", rows, n, low=-n, where=", the rows", error=IndexError)
+    checks.check_index_bounds("index", rows, n, ", the rows", from_end=True)
     rows = rows.astype(np.int64, copy=False)  # narrow dtypes do not hold n
     return np.where(rows < 0, rows + n, rows)
 
 
 def _row_range(arr: Array, start: int, stop: int) -> Array:
-    host = arr.layout.read_offsets()[start : stop + 1]
-    first, last = int(host[0]), int(host[-1])
-    offsets = arr.offsets[start : stop + 1]
-    layout = Layout(
-        arr.layout.backend,
-        offsets - first if first else offsets,
-        last - first,
-        None,
-        host - host[0],
-    )
-    return Array.from_layout(
-        arr.values[(FULL,) * arr.ragged_dim + (slice(first, last), ...)], layout, arr.ragged_dim
-    )
+    host = arr.layout.read_offsets()
+    tokens = slice(int(host[start]), int(host[stop]))
+    values = arr.values[(FULL,) * arr.ragged_dim + (tokens, ...)]
+    return Array.from_layout(values, slice_rows(arr.layout, start, stop), arr.ragged_dim)
 
 
 def drop_tail(arr: Array) -> Array:
@@ -176,7 +162,7 @@ def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     new = Layout.from_host_lengths(old.backend, np.diff(old.read_offsets())[rows], like=arr.offsets)
     distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
     starts = old.xp.take(old.offsets[:-1], old.to_index(rows), axis=0)
-    return select(arr, new, starts, distinct=distinct, kernel=kernel)
+    return _select.run_call(SelectCall(arr, new, starts, distinct=distinct), kernel)  # type: ignore[no-any-return]
 
 
 def _slice(arr: Array, key: slice) -> Array:
@@ -198,27 +184,18 @@ def _slice(arr: Array, key: slice) -> Array:
 
     first = bound(key.start, np.zeros_like(lengths) if step > 0 else lengths - 1)
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
-    new = Layout.from_host_lengths(
-        old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets
-    )
+    counts = np.maximum(0, -((first - stop) // step))
+    new = Layout.from_host_lengths(old.backend, counts, like=arr.offsets)
     return select(arr, new, old.offsets[:-1] + old.to_index(first), step, distinct=True)
 
 
-def select(
-    arr: Array,
-    new: Layout,
-    starts: Any,
-    step: int = 1,
-    *,
-    distinct: bool = False,
-    kernel: str | None = None,
-) -> Array:
+def select(arr: Array, new: Layout, starts: Any, step: int = 1, *, distinct: bool = False) -> Array:
     """Return an array on the layout `new`.
 
     Row i holds the tokens of `arr` at ``starts[i]``, ``starts[i] + step``, ...; `starts` are (n,)
     indices into the values.
     """
-    return _select.run_call(SelectCall(arr, new, starts, step, distinct), kernel)  # type: ignore[no-any-return]
+    return _select.run_call(SelectCall(arr, new, starts, step, distinct))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,18 +254,16 @@ def _token(arr: Array, i: int, fill_value: Any) -> Any:
             "NaN value; arr.validate() reads them once"
         )
     values = moveaxis(xp, arr.values, arr.ragged_dim, 0)
-    if layout.num_rows == 0:
-        return xp.zeros((0, *values.shape[1:]), dtype=arr.dtype, device=layout.device)
-    fill_value = float("nan") if fill_value is None else fill_value
-    if layout.total == 0:
-        return xp.full(
-            (layout.num_rows, *values.shape[1:]), fill_value, dtype=arr.dtype, device=layout.device
-        )
+    if fill_value is None:
+        fill_value = float("nan") if layout.num_rows else 0
+    options = {"dtype": arr.dtype, "device": layout.device}
+    if 0 in (layout.num_rows, layout.total):
+        return xp.full((layout.num_rows, *values.shape[1:]), fill_value, **options)
     tokens = layout.offsets[:-1] + i if i >= 0 else layout.offsets[1:] + i
     out = xp.take(values, layout.clip(tokens), axis=0)
     if layout.host_offsets is None:
-        fill = xp.full((), fill_value, dtype=arr.dtype, device=layout.device)
-        out = xp.where(append_axes(xp, layout.lengths >= need, out.ndim), out, fill)
+        is_long_enough = append_axes(xp, layout.lengths >= need, out.ndim)
+        out = xp.where(is_long_enough, out, xp.full((), fill_value, **options))
     return out
 
 
@@ -312,18 +287,20 @@ def _index_axes(arr: Array, x: Any, keys: list[Any]) -> Any:
     Several index arrays are broadcast together, as in NumPy, and have to be next to each other.
     Some libraries support neither negative steps nor bounds beyond the axis.
     """
-    shape, arrays = x.shape, False
+    shape, has_arrays = x.shape, False
     for axis, k in enumerate(keys):
         if isinstance(k, slice):
             if k != FULL and _is_out_of_bounds(k, shape[axis]):
                 x, keys[axis] = _slice_axis(arr, x, k, axis)
+        elif isinstance(k, list):
+            host, has_arrays = checks.read_integers("index", k), True
+            keys[axis] = arr.layout.backend.from_host(host, None, arr.layout.device)
+        elif type(k) is not int and not _is_integer(k):
+            has_arrays = True
         elif type(k) is not int or not -shape[axis] <= k < shape[axis]:
-            arrays = True
-    if arrays:
-        keys = [_array_of_list(arr, k) for k in keys]
-        _in_bounds(arr, shape, keys)
-        if not all(isinstance(k, slice) or _is_integer(k) for k in keys):
-            x, keys = _take_together(arr, x, keys)
+            _check_in_bounds(arr, k, axis, shape[axis])
+    if has_arrays:
+        x, keys = _take_together(arr, x, keys)
     return x[tuple(keys)]
 
 
@@ -334,13 +311,6 @@ def _slice_axis(arr: Array, x: Any, key: slice, axis: int) -> tuple[Any, slice]:
         return x, slice(positions.start, max(positions.start, positions.stop), positions.step)
     index = layout.to_index(np.arange(positions.start, positions.stop, positions.step))
     return layout.xp.take(x, index, axis=axis), FULL
-
-
-def _array_of_list(arr: Array, key: Any) -> Any:
-    if not isinstance(key, list):
-        return key
-    host = np.asarray(key, dtype=None if key else np.int64)
-    return arr.layout.backend.from_host(host, None, arr.layout.device)
 
 
 def _is_out_of_bounds(key: slice, size: Any) -> bool:
@@ -400,17 +370,14 @@ def normalize_element_index(arr: Array, key: Any, axis: int, size: int) -> Any:
     if backend(key) is not lib or key.dtype == xp.bool:
         host = backend(key).read(key)
         if host.dtype.kind == "b":
+            count = host.size
             if host.shape != (size,):
-                raise IndexError(
-                    f"index: expected a mask of {size} entries {where}, got {host.shape[0]}"
-                )
+                raise IndexError(f"index: expected a mask of {size} entries {where}, got {count}")
             host = np.flatnonzero(host)
         key = lib.from_host(host, None, arr.layout.device)
     if not xp.isdtype(key.dtype, "integral"):
         raise TypeError(f"index: expected integers or booleans {where}, got {key.dtype}")
-    checks.check_index_bounds(
-        "index", lib.peek(key), size, low=-size, where=f" {where}", error=IndexError
-    )
+    checks.check_index_bounds("index", lib.peek(key), size, f" {where}", from_end=True)
     key = xp.astype(key, arr.offsets.dtype, copy=False)
     return xp.where(key < 0, key + size, key)
 
@@ -442,29 +409,18 @@ def _mask(arr: Array, mask: Array) -> Array:
         raise IndexError(
             f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}"
         )
-    if mask.layout is not arr.layout and not np.array_equal(
-        mask.layout.read_offsets(), arr.layout.read_offsets()
-    ):
-        raise IndexError("index: expected a mask with the rows of the array, got other lengths")
+    mask.layout.read_offsets()
     layout, lib, offsets = arr.layout, arr.layout.backend, arr.layout.read_offsets()
+    if not has_same_rows(mask.layout, layout):
+        raise IndexError("index: expected a mask with the rows of the array, got other lengths")
     chosen = lib.read(mask.values)[: offsets[-1]]  # without the tail
     per_token = chosen.sum(axis=tuple(range(1, chosen.ndim)))
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_token)])
-    new = Layout.from_host_lengths(lib, np.diff(counts[offsets]), like=arr.offsets)
+    lengths = np.diff(host_offsets_of(per_token)[offsets])
+    new = Layout.from_host_lengths(lib, lengths, like=arr.offsets)
     size = math.prod(expected)
     flat = layout.xp.reshape(arr.values, (size, *arr.values.shape[mask.values.ndim :]))
     index = layout.to_index(np.flatnonzero(chosen), size)
     return Array.from_layout(layout.xp.take(flat, index, axis=0), new)
-
-
-def has_index_out_of_rows(index: Array, positions: Any, lengths: Any) -> bool:
-    """Return whether some position of `index` is known to be outside of its row.
-
-    Tokens of the tail are ignored. The result is False if the answer would have to wait.
-    """
-    outside, mask = (positions < 0) | (positions >= lengths), index.layout.token_mask
-    outside = outside if mask is None else outside & expand_to_tokens(index, mask)
-    return bool(index.layout.backend.peek(index.layout.xp.any(outside)))
 
 
 def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> Any:
@@ -475,7 +431,9 @@ def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> 
     layout, xp = arr.layout, arr.layout.xp
     start, length = (expand_to_tokens(index, x) for x in index.layout.starts_and_lengths(layout))
     positions = xp.where(positions < 0, positions + length, positions)
-    if has_index_out_of_rows(index, positions, length):
+    is_outside, mask = (positions < 0) | (positions >= length), index.layout.token_mask
+    is_outside = is_outside if mask is None else is_outside & expand_to_tokens(index, mask)
+    if layout.backend.peek(xp.any(is_outside)):  # None if the answer would have to wait
         raise IndexError(
             f"{name}: expected positions within the rows, got a position outside of its row"
         )
@@ -484,10 +442,9 @@ def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> 
 
 def _positions(arr: Array, index: Array) -> Array:
     """Return the tokens of each row at the positions in the same row of `index`, (n, None)."""
-    if index.ndim != 2 or index.batch_size != arr.batch_size:
-        raise IndexError(
-            f"index: expected positions ({arr.batch_size}, None), got shape {index.shape}"
-        )
+    n, shape = arr.batch_size, index.shape
+    if len(shape) != 2 or shape[0] != n:
+        raise IndexError(f"index: expected positions ({n}, None), got shape {shape}")
     positions = checks.check_integers("index", index.values, arr.values)
     if 0 in (arr.total_length, index.total_length):
         if index.total_length:

@@ -21,20 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
-from ..checks import (
-    check_dense,
-    check_flag,
-    check_floating,
-    check_integer,
-    check_number,
-    check_same_dtype,
-    check_shape,
-)
 from ..dispatch.operation import define_operation
-from ..layout import Layout, Tiles
-from .row_chunks import append_tail, split_rows
+from ..layout import Layout, Tiles, host_offsets_of
+from .row_chunks import equal_cost_bounds, join_rows, split_rows
 from .segment import append_axes, gather_tiles
 
 __all__ = ["attention"]
@@ -98,7 +90,7 @@ class AttentionCall:
         if v is not k and v is not q:
             _check_heads("v", v)
             _check_like_q("v", v, q)
-        check_floating("q", q.values)
+        checks.check_floating("q", q.values)
         if k.offsets.shape != q.offsets.shape:
             raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
         if v.offsets is not k.offsets:
@@ -115,13 +107,14 @@ class AttentionCall:
             raise ValueError(
                 f"q: expected num_heads to be a positive multiple of num_kv_heads {kv_heads}, got {heads}"
             )
-        causal = check_flag("causal", self.causal)
-        check_flag("deterministic", self.deterministic)
-        check_flag("return_lse", self.return_lse)
+        causal = checks.check_flag("causal", self.causal)
+        checks.check_flag("deterministic", self.deterministic)
+        checks.check_flag("return_lse", self.return_lse)
         if self.softcap is not None:
-            check_number("softcap", self.softcap, above=0)
-        scale = self.scale
-        scale = 1 / math.sqrt(dim) if scale is None else check_number("scale", scale)
+            checks.check_number("softcap", self.softcap, above=0)
+        scale = (
+            1 / math.sqrt(dim) if self.scale is None else checks.check_number("scale", self.scale)
+        )
         if self.alibi_slopes is not None:
             check_per_head("alibi_slopes", self.alibi_slopes, q)
         object.__setattr__(self, "scale", scale)
@@ -155,13 +148,11 @@ def _check_heads(name: str, x: Any) -> None:
 
 def _check_like_q(name: str, x: Array, q: Array) -> None:
     """Raise unless `x` has the library, the dtype and the device of `q`."""
-    values, backend = x.values, q.layout.backend
-    if x.layout.backend is not backend:
-        raise TypeError(
-            f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}"
-        )
-    check_same_dtype(name, values, q.values, "q")
-    if backend.on_different_devices(values, q.values):
+    values, lib, other = x.values, q.layout.backend, x.layout.backend
+    if other is not lib:
+        raise TypeError(f"{name}: expected an array of {lib.name} as q, got {other.name}")
+    checks.check_same_dtype(name, values, q.values, "q")
+    if lib.on_different_devices(values, q.values):
         raise ValueError(
             f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device"
         )
@@ -169,8 +160,8 @@ def _check_like_q(name: str, x: Array, q: Array) -> None:
 
 def check_per_head(name: str, x: Any, q: Array) -> None:
     """Raise unless `x` is a dense array (num_heads,)."""
-    check_dense(name, x, q.values)
-    check_shape(name, x, (q.values.shape[1],), "one number per head")
+    checks.check_dense(name, x, q.values)
+    checks.check_shape(name, x, (q.values.shape[1],), "one number per head")
 
 
 def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -184,16 +175,15 @@ def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | No
     if not isinstance(window, tuple):
         if not causal:
             raise ValueError(f"window: expected (left, right) without causal, got {window!r}")
-        last = check_integer("window", window, 1, of=" key, the query's own position")
+        last = checks.check_integer("window", window, 1, of=" key, the query's own position")
         return (None if last > MAX_WINDOW else last - 1), 0
     if len(window) != 2:
         raise ValueError(f"window: expected (left, right), got {window}")
     of = ", or None for no bound"
-    left, right = (
-        None if n is None else check_integer(f"window[{i}]", n, 0, of=of)
-        for i, n in enumerate(window)
-    )
-    left, right = (None if n is None or n >= MAX_WINDOW else n for n in (left, right))
+    for i, n in enumerate(window):
+        if n is not None:
+            checks.check_integer(f"window[{i}]", n, 0, of=of)
+    left, right = (None if n is None or n >= MAX_WINDOW else int(n) for n in window)
     return left, 0 if causal else right
 
 
@@ -285,7 +275,7 @@ def attention(
     }
     if sinks is None:
         return _attention.run(arrays, options, kernel)
-    check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
+    checks.check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
     call = AttentionCall(**arrays, **{**options, "return_lse": True})
     check_per_head("sinks", sinks, q)
     out, lse = _attention.run_call(call, kernel)
@@ -369,10 +359,10 @@ def _attention(call: AttentionCall) -> Any:
     key = ("attention schedule", size, call.window, is_known)
     schedule = layout.cached(key, lambda: _make_schedule(call, size, is_known), pair=k_layout)
     tiles = k_layout.tiles(KEY_TILE)
-    k_tiles, v_tiles = (_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v))
+    kv_tiles = [_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v)]
     chunks = _chunks(call, schedule)
-    is_finite = _are_known_finite(call, k_tiles, v_tiles)
-    parts = [_attend(call, schedule, chunk, k_tiles, v_tiles, wide, is_finite) for chunk in chunks]
+    is_finite = _are_known_finite(call, kv_tiles)
+    parts = [_attend(call, schedule, chunk, kv_tiles, is_finite) for chunk in chunks]
 
     def to_tokens(blocks: list[Any], dtype: Any) -> Array:
         joined = blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)
@@ -383,7 +373,7 @@ def _attention(call: AttentionCall) -> Any:
     return (out, to_tokens([part[1] for part in parts], wide)) if call.return_lse else out
 
 
-def _are_known_finite(call: AttentionCall, k_tiles: Any, v_tiles: Any) -> bool:
+def _are_known_finite(call: AttentionCall, kv_tiles: list[Any]) -> bool:
     """Return whether queries, keys and values are known, without waiting for a device, to be finite.
 
     A sum may overflow; then they count as not finite.
@@ -391,9 +381,8 @@ def _are_known_finite(call: AttentionCall, k_tiles: Any, v_tiles: Any) -> bool:
     xp, backend = call.q.layout.xp, call.q.layout.backend
     if backend.is_compiling():
         return False
-    return bool(
-        backend.peek(xp.isfinite(xp.sum(call.q.values) + xp.sum(k_tiles) + xp.sum(v_tiles)))
-    )
+    total = sum(xp.sum(x) for x in (call.q.values, *kv_tiles))
+    return bool(backend.peek(xp.isfinite(total)))
 
 
 def _row_bounds(
@@ -415,10 +404,9 @@ def _row_bounds(
     limit = max(MAX_TILE_BYTES, int(q_host[-1]) * q_bytes + int(k_host[-1]) * k_bytes)
     costs = -(-np.diff(q_host).astype(np.int64) // size) * (size * q_bytes)
     costs += -(-np.diff(k_host).astype(np.int64) // KEY_TILE) * (KEY_TILE * k_bytes)
-    ends = np.cumsum(costs)
-    count = -(-int(ends[-1]) // limit)
-    targets = ends[-1] * np.arange(1, count) // max(count, 1)
-    bounds = np.unique([0, *(np.searchsorted(ends, targets) + 1), call.q.batch_size])
+    ends = host_offsets_of(costs)
+    starts = equal_cost_bounds(ends, -(-int(ends[-1]) // limit))
+    bounds = np.unique([*starts, call.q.batch_size])
     return bounds if bounds.size > 2 else None
 
 
@@ -428,13 +416,10 @@ def _attend_ranges(call: AttentionCall, bounds: np.ndarray) -> Any:
     v = Array.from_layout(call.v.values, k.layout)
     for part_q, part_k, part_v in zip(*(split_rows(x, bounds) for x in (q, k, v)), strict=True):
         part_v = Array.from_layout(part_v.values, part_k.layout)
-        part = _attention.run_call(replace(call, q=part_q, k=part_k, v=part_v), "standard")
-        results.append(part if call.return_lse else (part,))
-    joined = [
-        q.with_values(q.layout.xp.concat(append_tail(q, [x.values for x in parts]), axis=0))
-        for parts in zip(*results, strict=True)
-    ]
-    return tuple(joined) if call.return_lse else joined[0]
+        part = replace(call, q=part_q, k=part_k, v=part_v, return_lse=True)
+        results.append(_attention.run_call(part, "standard"))
+    out, lse = (join_rows(q, [x.values for x in parts]) for parts in zip(*results, strict=True))
+    return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)
 
 
 def empty_result(call: AttentionCall) -> Any:
@@ -482,10 +467,8 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     first = first if left is None else xp.maximum(positions - left, first)
     start = first[:, 0] // KEY_TILE * KEY_TILE
     start_tile = per_tile(k.tiles(KEY_TILE).layout.offsets[:-1]) + start // KEY_TILE
-    slots, per_query_tile = (
-        q.tile_slots(size),
-        (tiles.tokens, positions, first, last, start, start_tile),
-    )
+    slots = q.tile_slots(size)
+    per_query_tile = tiles.tokens, positions, first, last, start, start_tile
     if not is_known:
         return _Schedule(slots, *per_query_tile, None, None)
     counts = np.maximum(-(-(last.max(axis=1) + 1 - start) // KEY_TILE), 1)
@@ -496,9 +479,7 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     num_unmasked = np.where(first.max(axis=1) <= start, (seen_by_all - start) // KEY_TILE, 0)
     # Sort the query tiles by falling number of key tiles.
     order = np.argsort(-counts, kind="stable")
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(order.size)
-    slots = inverse[slots // size] * size + slots % size
+    slots = np.argsort(order)[slots // size] * size + slots % size
     arrays = [q_layout.to_index(x) for x in (slots, *(x[order] for x in per_query_tile))]
     return _Schedule._make([*arrays, counts[order], num_unmasked[order]])
 
@@ -537,13 +518,7 @@ def _key_tile_steps(
 
 
 def _attend(
-    call: AttentionCall,
-    schedule: _Schedule,
-    chunk: slice,
-    k_tiles: Any,
-    v_tiles: Any,
-    wide: Any,
-    is_finite: bool,
+    call: AttentionCall, schedule: _Schedule, chunk: slice, kv_tiles: list[Any], is_finite: bool
 ) -> tuple[Any, Any]:
     """Return a chunk's output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads).
 
@@ -553,7 +528,7 @@ def _attend(
     xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
     num_tiles, size = schedule.tokens[chunk, :].shape
     sees_a_key = None if is_finite else schedule.last_key[chunk, :] >= 0
-    q = _query_tiles(call, schedule.tokens[chunk, :], sees_a_key, wide)
+    q = _query_tiles(call, schedule.tokens[chunk, :], sees_a_key, kv_tiles[0].dtype)
     state: _OnlineSoftmax | None = None
     finished: list[_OnlineSoftmax] = []
     for step, active, is_masked in _key_tile_steps(call, schedule, chunk):
@@ -563,17 +538,17 @@ def _attend(
             state, q = _OnlineSoftmax(*[x[:active, ...] for x in state]), q[:active, ...]
         part = slice(chunk.start, chunk.start + active)
         tile = schedule.start_tile[part] + step
-        tile = xp.where(tile < k_tiles.shape[0], tile, 0)  # out of bounds after the last key
-        k, v = [
-            xp.reshape(xp.take(x, tile, axis=0), (active, kv_heads, KEY_TILE, -1))
-            for x in (k_tiles, v_tiles)
-        ]
-        keys = (
-            schedule.start[part][:, None] + (step * KEY_TILE + k_layout.arange(KEY_TILE))[None, :]
-        )
+        tile = xp.where(tile < kv_tiles[0].shape[0], tile, 0)  # out of bounds after the last key
+        shape = (active, kv_heads, KEY_TILE, -1)
+        k, v = [xp.reshape(xp.take(x, tile, axis=0), shape) for x in kv_tiles]
+        in_span = step * KEY_TILE + k_layout.arange(KEY_TILE)
+        keys = schedule.start[part][:, None] + in_span[None, :]
         has_nan, special = None, None
         if is_masked and not is_finite:
-            k, has_nan = _without_nan(xp, k)
+            # In the gradient of a query, the gradient 0 of a score is multiplied by a key that it does
+            # not see.
+            is_nan = xp.isnan(k)
+            k, has_nan = xp.where(is_nan, 0.0, k), xp.any(is_nan, axis=-1)
         score = _scores(call, q, k, keys, schedule.query_positions[part, :])
         if is_masked:
             visible = keys[:, :, None] <= schedule.last_key[part, :][:, None, :]
@@ -602,9 +577,8 @@ def _attend(
     lse = xp.where(nonzero, state.maximum + xp.log(divisor), -float("inf"))
 
     def to_queries(x: Any) -> Any:
-        x = xp.permute_dims(
-            xp.reshape(x, (num_tiles, kv_heads, x.shape[2], -1, size)), (0, 4, 1, 3, 2)
-        )
+        x = xp.reshape(x, (num_tiles, kv_heads, x.shape[2], -1, size))
+        x = xp.permute_dims(x, (0, 4, 1, 3, 2))
         return xp.reshape(x, (num_tiles * size, call.num_heads, -1))
 
     return to_queries(out), to_queries(lse)[..., 0]
@@ -616,18 +590,13 @@ def _query_tiles(call: AttentionCall, tokens: Any, sees_a_key: Any, dtype: Any) 
     Queries that see no key become 0, unless `sees_a_key` is None. Some of them are of another row:
     with NaN their gradient, 0, would make the gradient of the keys NaN.
     """
-    xp, kv_heads, dim, (tiles, size) = (
-        call.q.layout.xp,
-        call.num_kv_heads,
-        call.head_dim,
-        tokens.shape,
-    )
+    xp, kv_heads, (tiles, size) = call.q.layout.xp, call.num_kv_heads, tokens.shape
     q = xp.take(call.q.values, xp.reshape(tokens, (-1,)), axis=0)
     if sees_a_key is not None:
         q = xp.where(xp.reshape(sees_a_key, (-1, 1, 1)), q, xp.zeros_like(q))
     q = xp.astype(q, dtype, copy=False) * call.scale
-    q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, -1, dim)), (0, 2, 4, 3, 1))
-    return xp.reshape(q, (tiles, kv_heads, dim, -1))
+    q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, -1, call.head_dim)), (0, 2, 4, 3, 1))
+    return xp.reshape(q, (tiles, kv_heads, call.head_dim, -1))
 
 
 def _key_tiles(xp: Any, values: Any, tiles: Tiles, dtype: Any) -> Any:
@@ -652,15 +621,6 @@ def _scores(call: AttentionCall, q: Any, k: Any, keys: Any, queries: Any) -> Any
     slopes = xp.reshape(slopes, (1, call.num_kv_heads, 1, -1, 1))
     by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], queries.shape[1]))
     return xp.reshape(by_head - slopes * distance[:, None, :, None, :], score.shape)
-
-
-def _without_nan(xp: Any, k: Any) -> tuple[Any, Any]:
-    """Return keys (tiles, kv_heads, keys, dim) with 0 for NaN, and which keys have any NaN.
-
-    In the gradient of a query, the gradient 0 of a score is multiplied by a key that it does not see.
-    """
-    is_nan = xp.isnan(k)
-    return xp.where(is_nan, 0.0, k), xp.any(is_nan, axis=-1)
 
 
 #: Number per key: a float32 holds the sum of up to 64 numbers of each kind.
@@ -691,10 +651,8 @@ def _update(
     # A query that has seen no key has the maximum -inf, and -inf - -inf is NaN.
     base = xp.where(maximum == -float("inf"), 0.0, maximum) if is_masked else maximum
     weights = xp.exp(score - base)
-    total, values = (
-        xp.sum(weights, axis=2, keepdims=True),
-        xp.matmul(xp.matrix_transpose(v), weights),
-    )
+    total = xp.sum(weights, axis=2, keepdims=True)
+    values = xp.matmul(xp.matrix_transpose(v), weights)
     if state is not None:
         rescale = xp.exp(state.maximum - base)
         total, values = state.total * rescale + total, state.values * rescale + values

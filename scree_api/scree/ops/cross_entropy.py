@@ -11,22 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from .. import checks
 from ..array import Array
 from ..backends import backend, is_array
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
+    check_array,
     check_ragged,
     check_same_rows,
+    peek_tokens,
     with_values_like,
-)
-from ..checks import (
-    check_dense,
-    check_floating,
-    check_integer,
-    check_integers,
-    check_same_dtype,
-    check_shape,
 )
 from ..dispatch.operation import define_operation
 from .segment import safe_divide, segment_reduce
@@ -47,21 +42,19 @@ class LossCall:
 
     Attributes
     ----------
+    tokens
+        The logits or hidden states, ragged or dense.
     values, labels
         (total, size) the logits or hidden states, and (total,) the targets, int32 or int64; dense.
     """
 
-    __slots__ = ("labels", "values")
+    __slots__ = ("labels", "tokens", "values")
+    tokens: Any
     values: Any
     labels: Any
     targets: Any
     ignore_index: int
     reduction: str
-
-    @property
-    def tokens(self) -> Any:
-        """The logits or hidden states, ragged or dense."""
-        raise NotImplementedError  # both records define it
 
     @property
     def counted(self) -> Any:
@@ -91,17 +84,12 @@ class CrossEntropyCall(LossCall):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", _check_tokens("logits", self.logits))
+        _check_tokens(self, "logits", self.logits)
         if self.values.shape[1] == 0:
             raise ValueError(
                 f"logits: expected at least one class, got shape {tuple(self.logits.shape)}"
             )
-        object.__setattr__(self, "labels", _check_targets(self, self.values.shape[1]))
-
-    @property
-    def tokens(self) -> Any:
-        """The logits, ragged or dense."""
-        return self.logits
+        _check_targets(self, self.values.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +110,20 @@ class LinearCrossEntropyCall(LossCall):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        values, weight = _check_tokens("x", self.x), self.weight
-        object.__setattr__(self, "values", values)
-        check_dense("weight", weight, values)
+        _check_tokens(self, "x", self.x)
+        values, weight = self.values, self.weight
+        checks.check_dense("weight", weight, values)
         if weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
             raise ValueError(
                 f"weight: expected shape (classes, width), at least one class and the last axis of x, {tuple(self.x.shape)}, "
                 f"got {tuple(weight.shape)}"
             )
-        check_same_dtype("weight", weight, values)
+        checks.check_same_dtype("weight", weight, values)
         if self.bias is not None:
-            check_dense("bias", self.bias, values)
-            check_shape("bias", self.bias, (weight.shape[0],), "one number per class")
-            check_same_dtype("bias", self.bias, values)
-        object.__setattr__(self, "labels", _check_targets(self, weight.shape[0]))
-
-    @property
-    def tokens(self) -> Any:
-        """The hidden states, ragged or dense."""
-        return self.x
+            checks.check_dense("bias", self.bias, values)
+            checks.check_shape("bias", self.bias, (weight.shape[0],), "one number per class")
+            checks.check_same_dtype("bias", self.bias, values)
+        _check_targets(self, weight.shape[0])
 
     @property
     def parameters(self) -> tuple[Any, ...]:
@@ -148,22 +131,21 @@ class LinearCrossEntropyCall(LossCall):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def _check_tokens(name: str, x: Any) -> Any:
-    """Return the values; raise unless `x` is floating point, (n, None, size) or (total, size)."""
-    values = as_values(x)
-    backend(values, name)
+def _check_tokens(call: LossCall, name: str, x: Any) -> None:
+    """Set the tokens; raise unless `x` is floating point, (n, None, size) or (total, size)."""
+    values = check_array(name, x)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
         raise ValueError(
             f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}"
         )
-    check_floating(name, values)
-    return values
+    checks.check_floating(name, values)
+    object.__setattr__(call, "tokens", x)
+    object.__setattr__(call, "values", values)
 
 
-def _check_targets(call: LossCall, classes: int) -> Any:
-    """Return the labels; raise unless each token's target is a class, and the reduction is known."""
+def _check_targets(call: LossCall, classes: int) -> None:
+    """Set the labels; raise unless each token's target is a class, and the reduction is known."""
     x, targets, values = call.tokens, call.targets, call.values
-    lib = backend(values)
     if isinstance(x, Array):
         if check_ragged("targets", targets).ndim != 2:
             raise ValueError(
@@ -177,28 +159,24 @@ def _check_targets(call: LossCall, classes: int) -> Any:
         raise ValueError(
             f"targets: expected a dense array of shape {tuple(values.shape[:1])}, one class per token, got {actual}"
         )
-    check_integer("ignore_index", call.ignore_index)
+    checks.check_integer("ignore_index", call.ignore_index)
     if call.reduction not in REDUCTIONS:
-        raise ValueError(
-            f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}"
-        )
+        names = ", ".join(map(repr, REDUCTIONS))
+        raise ValueError(f"reduction: expected one of {names}, got {call.reduction!r}")
     if call.reduction == "row_mean" and not isinstance(x, Array):
         raise ValueError(
             f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}"
         )
-    offsets = x.layout.host_offsets if isinstance(x, Array) else None
-    is_readable = not lib.is_compiling() if not isinstance(x, Array) else offsets is not None
-    labels = check_integers("targets", as_values(targets), values)
-    host = lib.peek(labels) if is_readable else None
+    labels = checks.check_integers("targets", as_values(targets), values)
+    host = peek_tokens(x, labels)
     if host is not None:
-        host = host[: None if offsets is None else offsets[-1]]
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
         if wrong.size:
             raise ValueError(
                 f"targets: expected 0 <= class < {classes}, or ignore_index, {call.ignore_index}, got {host[wrong[0]]} for token "
                 f"{wrong[0]}"
             )
-    return labels
+    object.__setattr__(call, "labels", labels)
 
 
 def cross_entropy(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import checks
 from ..backends import backend
 from ..broadcasting import as_values, with_values_like
-from ..checks import check_floating, check_number
 
 __all__ = ["dropout"]
 
@@ -48,9 +48,9 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     """
     values = as_values(x)
     lib = backend(values, "x")
-    if not 0 <= check_number("rate", rate) < 1:
+    if not 0 <= checks.check_number("rate", rate) < 1:
         raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
-    check_floating("x", values)
+    checks.check_floating("x", values)
     if lib.uniform is None:
         raise TypeError(
             f"x: expected an array of a library with random numbers, got one of {lib.name}"

@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from .. import checks
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
+    check_array,
     check_ragged,
     check_ragged_axis_first,
     describe_difference,
+    peek_tokens,
 )
-from ..checks import check_flag, check_index_bounds, check_integer, check_integers, check_shape
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import read_row_index, take_rows
-from ..layout import Layout, has_same_rows, index_dtype
+from ..layout import Layout, has_same_rows, index_dtype, widen_index
 from .segment import append_axes, segment_reduce, sort_by_id
 
 __all__ = ["gather", "group", "scatter", "scatter_add"]
@@ -53,8 +55,8 @@ class GatherCall:
             raise ValueError(
                 f"index: expected a ragged array of one number per token, (n, None), got {index.shape}"
             )
-        indices = check_integers("index", index.values, values)
-        check_index_bounds("index", index.layout.backend.peek(indices), values.shape[0])
+        indices = checks.check_integers("index", index.values, values)
+        checks.check_index_bounds("index", index.layout.backend.peek(indices), values.shape[0])
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "indices", indices)
 
@@ -96,7 +98,7 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
     array([12, 10, 12, 11])
     """
     if _check_axis(axis) == 0:
-        check_integers("index", index, check_ragged("x", x).values)
+        checks.check_integers("index", index, check_ragged("x", x).values)
         return take_rows(x, read_row_index(index, x.batch_size), kernel)
     return _gather.run({"index": index, "x": x}, {}, kernel)  # type: ignore[no-any-return]
 
@@ -134,8 +136,8 @@ class ScatterCall:
     indices: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        values, size = _check_tokens(self.x), check_integer("size", self.size, 0)
-        check_flag("add", self.add)
+        values, size = _check_tokens(self.x), checks.check_integer("size", self.size, 0)
+        checks.check_flag("add", self.add)
         indices = _token_indices("index", self.x, self.index, size)
         for name, value in (("size", size), ("values", values), ("indices", indices)):
             object.__setattr__(self, name, value)
@@ -184,7 +186,7 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
             raise ValueError(
                 f"kernel: expected None for rows (axis=0), which no kernel scatters, got {kernel!r}"
             )
-        return _scatter_rows(check_ragged("x", x), index, check_integer("size", size, 0))
+        return _scatter_rows(check_ragged("x", x), index, checks.check_integer("size", size, 0))
     return _scatter.run({"x": x, "index": index}, {"size": size}, kernel)
 
 
@@ -272,15 +274,14 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     >>> scree.scatter(grouped, index, 4)
     array([10, 11, 12, 13])
     """
-    values, num_groups = _check_tokens(x), check_integer("num_groups", num_groups, 0)
+    values, num_groups = _check_tokens(x), checks.check_integer("num_groups", num_groups, 0)
     lib, total = backend(values), int(values.shape[0])
     indices = _token_indices("ids", x, ids, num_groups)
     order, offsets = sort_by_id(lib.xp, indices, num_groups, lib.device(values))
     has_no_tail = all(one.layout.has_no_tail for one in (x, ids) if isinstance(one, Array))
     offsets = lib.xp.astype(offsets, index_dtype(lib.xp, total))
     index = Array.from_layout(order, Layout(lib, offsets, total, has_no_tail=has_no_tail))
-    grouped = _gather.run_call(GatherCall(values, index, distinct=True))
-    return grouped, index
+    return _gather.run_call(GatherCall(values, index, distinct=True)), index
 
 
 def _check_axis(axis: int) -> int:
@@ -293,8 +294,7 @@ def _check_tokens(x: Any) -> Any:
     """Return the values of `x`; raise unless tokens are its first axis."""
     if isinstance(x, Array):
         check_ragged_axis_first("x", x)
-    values = as_values(x)
-    backend(values, "x")
+    values = check_array("x", x)
     if values.ndim == 0:
         raise ValueError("x: expected an axis of tokens, got a 0-d array")
     return values
@@ -309,33 +309,26 @@ def _token_indices(name: str, x: Any, index: Any, size: int) -> Any:
     are_ragged = isinstance(x, Array) and isinstance(index, Array)
     if are_ragged and has_same_rows(x.layout, index.layout) is False:
         raise ValueError(f"{name}: expected the rows of x, got {describe_difference(x, index)}")
-    indices = check_integers(name, as_values(index), values)
-    check_shape(name, indices, (values.shape[0],), "one number per token")
-    lib, layout = backend(values), None
-    if isinstance(x, Array) or isinstance(index, Array):
-        layout = x.layout if isinstance(x, Array) else index.layout
-    host = lib.peek(indices)
-    if host is not None and layout is not None and not layout.has_no_tail:
-        host = None if layout.host_offsets is None else host[: layout.host_offsets[-1]]
-    check_index_bounds(name, host, size)
-    mask = None if layout is None else layout.token_mask
+    indices = checks.check_integers(name, as_values(index), values)
+    checks.check_shape(name, indices, (values.shape[0],), "one number per token")
+    tokens = x if isinstance(x, Array) else index
+    checks.check_index_bounds(name, peek_tokens(tokens, indices), size)
+    mask = tokens.layout.token_mask if isinstance(tokens, Array) else None
     if mask is None:
         return indices
-    indices = lib.xp.astype(indices, index_dtype(lib.xp, size, indices), copy=False)
-    return lib.xp.where(mask, indices, size)
+    xp = backend(values).xp
+    return xp.where(mask, widen_index(xp, indices, size), size)
 
 
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:
-    check_integers("index", index, x.values)
+    checks.check_integers("index", index, x.values)
     indices = backend(index).read(index)
-    check_shape("index", indices, (x.batch_size,), "one index per row")
-    check_index_bounds("index", indices, size)
+    checks.check_shape("index", indices, (x.batch_size,), "one index per row")
+    checks.check_index_bounds("index", indices, size)
     if np.unique(indices).size < indices.size:
         raise ValueError("index: expected a different index for every row")
-    source = np.full(size, -1)
-    source[indices] = np.arange(indices.size)
-    filled = take_rows(x, source[source >= 0])
     lengths = np.zeros(size, np.int64)
-    lengths[source >= 0] = np.diff(filled.layout.read_offsets())
+    lengths[indices] = np.diff(x.layout.read_offsets())
     layout = Layout.from_host_lengths(x.layout.backend, lengths, like=x.offsets)
-    return Array.from_layout(filled.values, layout, x.ragged_dim)
+    values = take_rows(x, np.argsort(indices)).values
+    return Array.from_layout(values, layout, x.ragged_dim)

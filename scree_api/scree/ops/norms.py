@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
+    check_array,
     check_ragged,
     check_shared_layout,
     with_values_like,
 )
-from ..checks import check_dense, check_floating, check_number, check_same_dtype, check_shape
 from ..dispatch.operation import define_operation
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -46,30 +47,29 @@ class NormCall:
     values: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, as_values(self.x)
+        x, values = self.x, check_array("x", self.x)
         object.__setattr__(self, "values", values)
-        backend(values, "x")
         if values.ndim == 0:
             raise ValueError("x: expected at least one axis, got a 0-d array")
         if isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1:
             raise ValueError(
                 f"x: expected element axes after the ragged axis, got {x.shape}; a norm runs over the last axis"
             )
-        check_floating("x", values)
+        checks.check_floating("x", values)
         width = (int(values.shape[-1]),)
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
-                check_dense(name, parameter, values)
-                check_shape(name, parameter, width, "the last axis of x")
-        check_number("eps", self.eps, low=0)
+                checks.check_dense(name, parameter, values)
+                checks.check_shape(name, parameter, width, "the last axis of x")
+        checks.check_number("eps", self.eps, low=0)
         if self.residual is None:
             return
         if isinstance(x, Array):
             check_shared_layout("residual", (x, check_ragged("residual", self.residual)))
         else:
-            check_dense("residual", self.residual, x)
-        check_shape("residual", self.residual, tuple(x.shape), "the shape of x")
-        check_same_dtype("residual", self.residual, x)
+            checks.check_dense("residual", self.residual, x)
+        checks.check_shape("residual", self.residual, tuple(x.shape), "the shape of x")
+        checks.check_same_dtype("residual", self.residual, x)
 
     @property
     def residual_values(self) -> Any:
@@ -129,9 +129,8 @@ def layer_norm(
     >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
     array([[-1.,  1.]])
     """
-    return _layer_norm.run(
-        {"x": x, "weight": weight, "bias": bias, "residual": residual}, {"eps": eps}, kernel
-    )
+    arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    return _layer_norm.run(arrays, {"eps": eps}, kernel)
 
 
 def rms_norm(

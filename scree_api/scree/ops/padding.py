@@ -8,20 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from .. import checks
 from ..array import Array
 from ..backends import backend, is_array
 from ..broadcasting import check_ragged, is_nonzero, moveaxis
-from ..checks import (
-    check_integer,
-    check_integers,
-    check_scalar,
-    check_shape,
-    peek_integers,
-    read_integers,
-)
 from ..construct import offsets_from_lengths
 from ..dispatch.operation import define_operation
-from ..layout import Layout, index_dtype
+from ..layout import Layout, host_offsets_of, index_dtype, widen_index
 from .segment import append_axes
 
 __all__ = ["from_padded", "to_padded"]
@@ -118,13 +111,11 @@ class UnpadCall:
                 f"padded: expected at least two axes, (n, L), got shape {tuple(padded.shape)}"
             )
         of = ", the axes of a padded row"
-        axis = 1 + check_integer("ragged_dim", self.ragged_dim, 0, padded.ndim - 1, of)
+        axis = 1 + checks.check_integer("ragged_dim", self.ragged_dim, 0, padded.ndim - 1, of)
         if (mask is None) == (lengths is None):
-            raise ValueError(
-                "mask: expected either mask or lengths, got "
-                + ("neither" if mask is None else "both")
-            )
-        total = None if total is None else check_integer("total", total, 0)
+            actual = "neither" if mask is None else "both"
+            raise ValueError(f"mask: expected either mask or lengths, got {actual}")
+        total = None if total is None else checks.check_integer("total", total, 0)
         shape = int(padded.shape[0]), int(padded.shape[axis])
         if mask is None:
             counts = _check_lengths(lengths, padded, shape, total)
@@ -154,13 +145,13 @@ class UnpadCall:
 
 def _check_lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | None) -> Any:
     """Return the lengths of the rows, on the host where reading them is free or necessary."""
-    host = peek_integers("lengths", lengths)
+    host = checks.peek_integers("lengths", lengths)
     if host is None and total is not None:
-        lengths = check_integers("lengths", lengths, padded)
-        check_shape("lengths", lengths, shape[:1], "one per row")
+        lengths = checks.check_integers("lengths", lengths, padded)
+        checks.check_shape("lengths", lengths, shape[:1], "one per row")
         return lengths
-    host = read_integers("lengths", lengths) if host is None else host
-    check_shape("lengths", host, shape[:1], "one per row")
+    host = checks.read_integers("lengths", lengths) if host is None else host
+    checks.check_shape("lengths", host, shape[:1], "one per row")
     if host.dtype.kind not in "iu":
         raise TypeError(f"lengths: expected integers, got {host.dtype}")
     if host.size and (host.min() < 0 or host.max() > shape[1]):
@@ -178,9 +169,7 @@ def _check_mask(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, An
     lib = backend(padded)
     is_native = is_array(mask) and backend(mask) is lib
     is_native = is_native and not lib.on_different_devices(mask, padded)
-    host = peek_integers("mask", mask)
-    if host is None and not is_native:
-        host = read_integers("mask", mask)
+    host = checks.peek_integers("mask", mask) if is_native else checks.read_integers("mask", mask)
     checked = mask if host is None else host
     if tuple(checked.shape) != shape:
         hint = "; lengths are given as lengths=" if tuple(checked.shape) == shape[:1] else ""
@@ -230,8 +219,7 @@ def _mark(call: MarkCall) -> tuple[Any, Any]:
     xp, device = lib.xp, lib.device(call.mask)
     if call.total is None:
         host = lib.read(call.mask) != 0
-        ends = np.cumsum(np.count_nonzero(host, axis=1))
-        results = np.concatenate([[0], ends]), np.flatnonzero(host)
+        results = host_offsets_of(np.count_nonzero(host, axis=1)), np.flatnonzero(host)
         return tuple(lib.from_host(x, call.dtype, device) for x in results)
     marks = xp.astype(is_nonzero(xp, call.mask), call.dtype)
     counts = xp.cumulative_sum(xp.reshape(marks, (-1,)), dtype=call.dtype)
@@ -260,15 +248,10 @@ def _token_slots(call: UnpadCall) -> Any:
             lengths = None if layout.host_offsets is None else np.diff(layout.host_offsets)
             host = None if lengths is None else np.arange(longest) < lengths[:, None]
         else:  # its counts are known
-            host = lib.peek(mask)
-            host = lib.read(mask) if host is None else host
+            host = lib.read(mask)
         if host is not None:
             return layout.to_index(np.flatnonzero(host), size)
-        rows = xp.astype(
-            layout.clipped_segment_ids,
-            index_dtype(xp, size, layout.clipped_segment_ids),
-            copy=False,
-        )
+        rows = widen_index(xp, layout.clipped_segment_ids, size)
         slots = rows * longest + layout.positions
     slots = slots[: layout.total]
     return xp.where(slots < size, slots, max(size - 1, 0))
@@ -342,20 +325,19 @@ class PadCall:
 
     def __post_init__(self) -> None:
         layout, length = check_ragged("arr", self.arr).layout, self.length
-        length = None if length is None else check_integer("length", length, 0)
-        fill_value = check_scalar("fill_value", self.fill_value, self.arr.values)
+        length = None if length is None else checks.check_integer("length", length, 0)
+        fill_value = checks.check_scalar("fill_value", self.fill_value, self.arr.values)
         if self.side not in ("right", "left"):
             raise ValueError(f"side: expected 'right' or 'left', got {self.side!r}")
         if length is None and layout.max_length is None:
             layout.read_offsets()
+        longest = layout.max_length or 0
         if layout.host_offsets is not None:
-            longest = int(np.max(np.diff(layout.host_offsets), initial=0))
+            longest = layout.max_length_bound
             if length is not None and length < longest:
                 raise ValueError(
                     f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]"
                 )
-        else:
-            longest = layout.max_length or 0
         object.__setattr__(self, "length", longest if length is None else length)
         object.__setattr__(self, "fill_value", fill_value)
 

@@ -6,16 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
-from ..checks import (
-    check_flag,
-    check_floating,
-    check_integers,
-    check_number,
-    check_same_dtype,
-    check_shape,
-)
 from ..dispatch.operation import define_operation
 
 __all__ = ["rope"]
@@ -47,22 +40,21 @@ class RopeCall:
         x = check_ragged("x", self.x)
         if x.ragged_dim != 0 or x.ndim < 3:
             raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {x.shape}")
-        check_floating("x", x.values)
+        checks.check_floating("x", x.values)
         head_dim = x.values.shape[-1]
         if head_dim % 2 or head_dim == 0:
             raise ValueError(f"x: expected an even head_dim of at least 2, got {head_dim}")
         if self.k is not None:
             check_shared_layout("k", (x, check_ragged("k", self.k)))
-            check_same_dtype("k", self.k, x)
-            if self.k.values.shape[-1] != head_dim:
-                raise ValueError(
-                    f"k: expected head_dim {head_dim} as x, got {self.k.values.shape[-1]}"
-                )
-        check_number("theta", self.theta, above=0)
-        check_flag("interleaved", self.interleaved)
+            checks.check_same_dtype("k", self.k, x)
+            k_dim = self.k.values.shape[-1]
+            if k_dim != head_dim:
+                raise ValueError(f"k: expected head_dim {head_dim} as x, got {k_dim}")
+        checks.check_number("theta", self.theta, above=0)
+        checks.check_flag("interleaved", self.interleaved)
         if self.start is not None:
-            check_integers("start", self.start, x.values)
-            check_shape("start", self.start, (x.batch_size,), "one position per row")
+            checks.check_integers("start", self.start, x.values)
+            checks.check_shape("start", self.start, (x.batch_size,), "one position per row")
 
 
 def rope(
@@ -131,25 +123,22 @@ def _rope(call: RopeCall) -> Any:
     if call.start is not None:
         positions = positions + layout.per_token(call.start)
     pair = xp.arange(half, dtype=wide, device=layout.device)
-    angle = (
-        xp.astype(positions, wide)[:, None] * xp.exp(pair * (-math.log(call.theta) / half))[None, :]
-    )
+    frequency = xp.exp(pair * (-math.log(call.theta) / half))
+    angle = xp.astype(positions, wide)[:, None] * frequency[None, :]
     cos, sin = xp.cos(angle), xp.sin(angle)
 
     def rotate(x: Array) -> Array:
         values = xp.astype(x.values, wide, copy=False)
         c, s = (xp.reshape(t, (t.shape[0], *(1,) * (values.ndim - 2), half)) for t in (cos, sin))
-        a, b = (
-            (values[..., ::2], values[..., 1::2])
-            if call.interleaved
-            else (values[..., :half], values[..., half:])
-        )
+        if call.interleaved:
+            a, b = values[..., ::2], values[..., 1::2]
+        else:
+            a, b = values[..., :half], values[..., half:]
         parts = [a * c - b * s, b * c + a * s]
-        out = (
-            xp.reshape(xp.stack(parts, axis=-1), values.shape)
-            if call.interleaved
-            else xp.concat(parts, axis=-1)
-        )
+        if call.interleaved:
+            out = xp.reshape(xp.stack(parts, axis=-1), values.shape)
+        else:
+            out = xp.concat(parts, axis=-1)
         return x.with_values(xp.astype(out, x.dtype, copy=False))
 
     return rotate(x) if call.k is None else (rotate(x), rotate(call.k))

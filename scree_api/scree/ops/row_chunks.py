@@ -35,13 +35,15 @@ def map_rows(f: Callable[[Array], Any], x: Array, per_token: bool = False) -> An
         ...), one entry per row.
     """
     layout = x.layout
-    if layout.backend.split is not None and not layout.backend.is_compiling():
-        index_bytes = (x.total_length + layout.num_rows) * INDEX_BYTES
-        if x.size * ELEMENT_BYTES + index_bytes > MAX_BYTES:
-            bounds = _row_bounds(x)
-            if bounds is not None:
-                return _join_chunks(f, x, bounds, per_token)
-    return f(x)
+    if layout.backend.split is None or layout.backend.is_compiling():
+        return f(x)
+    index_bytes = (x.total_length + layout.num_rows) * INDEX_BYTES
+    is_small = x.size * ELEMENT_BYTES + index_bytes <= MAX_BYTES
+    bounds = None if is_small else _row_bounds(x)
+    if bounds is None:
+        return f(x)
+    parts = [f(part) for part in split_rows(x, bounds)]
+    return join_rows(x, parts) if per_token else layout.xp.concat(parts, axis=0)
 
 
 def _row_bounds(x: Array) -> np.ndarray | None:
@@ -52,13 +54,20 @@ def _row_bounds(x: Array) -> np.ndarray | None:
         return None
     per_token = x.size * ELEMENT_BYTES // max(layout.total, 1) + INDEX_BYTES
     costs = host.astype(np.int64) * per_token + np.arange(host.size) * INDEX_BYTES
-    count = min(MAX_CHUNKS, -(-int(costs[-1]) // MAX_BYTES))
-    targets = costs[-1] * np.arange(1, count) // max(count, 1)
-    bounds = np.unique([0, *np.searchsorted(costs, targets)])
+    bounds = equal_cost_bounds(costs, min(MAX_CHUNKS, -(-int(costs[-1]) // MAX_BYTES)))
     # Every range has tokens; empty rows at the end belong to the last range.
     bounds = bounds[host[bounds] < host[-1]]
     bounds = bounds[np.diff(host[bounds], append=host[-1]) > 0]
     return np.concatenate([[0], bounds[1:], [layout.num_rows]]) if bounds.size > 1 else None
+
+
+def equal_cost_bounds(costs: np.ndarray, count: int) -> np.ndarray:
+    """Return the first row of each of `count` ranges of about equal cost, at most one per row.
+
+    ``costs[i]`` is the cost of all rows before row i.
+    """
+    targets = costs[-1] * np.arange(1, count) // max(count, 1)
+    return np.unique([0, *np.searchsorted(costs, targets)])
 
 
 def slice_rows(layout: Layout, start: int, stop: int) -> Layout:
@@ -73,31 +82,21 @@ def slice_rows(layout: Layout, start: int, stop: int) -> Layout:
 
 def split_rows(x: Array, bounds: np.ndarray) -> list[Array]:
     """Return the ranges of rows between the bounds; a tail is dropped."""
-    layout, split = x.layout, x.layout.backend.split
+    layout, split, dim = x.layout, x.layout.backend.split, x.ragged_dim
     assert layout.host_offsets is not None and split is not None
     ends = layout.host_offsets[bounds].astype(np.int64)
     sizes = [*np.diff(ends).tolist(), layout.total - int(ends[-1])]
     layouts = [slice_rows(layout, a, b) for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist())]
-    parts = split(x.values, sizes, x.ragged_dim)[:-1]
-    return [
-        Array.from_layout(values, part, x.ragged_dim)
-        for values, part in zip(parts, layouts, strict=True)
-    ]
+    parts = zip(split(x.values, sizes, dim)[:-1], layouts, strict=True)
+    return [Array.from_layout(values, part, dim) for values, part in parts]
 
 
-def append_tail(x: Array, parts: list[Any]) -> list[Any]:
-    """Return the values of all rows in parts, with a tail of 0 as long as the tail of `x`."""
+def join_rows(x: Array, parts: list[Any]) -> Any:
+    """Return the values of the ranges of rows of `x` together, with a tail of 0 as long as its tail."""
     layout, xp, dim = x.layout, x.layout.xp, x.ragged_dim
     assert layout.host_offsets is not None
     tail = layout.total - int(layout.host_offsets[-1])
-    if not tail:
-        return parts
-    shape = tuple(tail if axis == dim else n for axis, n in enumerate(parts[0].shape))
-    return [*parts, xp.zeros(shape, dtype=parts[0].dtype, device=layout.device)]
-
-
-def _join_chunks(f: Callable[[Array], Any], x: Array, bounds: np.ndarray, per_token: bool) -> Any:
-    parts = [f(part) for part in split_rows(x, bounds)]
-    if not per_token:
-        return x.layout.xp.concat(parts, axis=0)
-    return x.layout.xp.concat(append_tail(x, parts), axis=x.ragged_dim)
+    if tail:
+        shape = tuple(tail if axis == dim else n for axis, n in enumerate(parts[0].shape))
+        parts = [*parts, xp.zeros(shape, dtype=parts[0].dtype, device=layout.device)]
+    return xp.concat(parts, axis=dim)

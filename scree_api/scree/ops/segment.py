@@ -186,6 +186,7 @@ def _long_rows(layout: Layout, most_rows: int, most_tokens: int) -> LongRows | N
     host = layout.host_offsets
     if n == 0:
         return None
+    is_long = layout.lengths > 1
     if host is not None:
         lengths = np.diff(host)
         is_long_row = lengths > 1
@@ -194,28 +195,21 @@ def _long_rows(layout: Layout, most_rows: int, most_tokens: int) -> LongRows | N
             return None
         new = Layout.from_host_lengths(layout.backend, lengths[rows], like=layout.offsets)
         slots = layout.to_index(np.maximum(np.cumsum(is_long_row) - 1, 0))
-        is_long = layout.lengths > 1
         starts = layout.to_index(host[rows])
     else:
-        is_long = layout.lengths > 1
-        ranks = xp.cumulative_sum(
-            xp.astype(is_long, layout.offsets.dtype), dtype=layout.offsets.dtype
-        )
+        dtype = layout.offsets.dtype
+        ranks = xp.cumulative_sum(xp.astype(is_long, dtype), dtype=dtype)
         index = layout.arange(n) + 1
-        found = xp.searchsorted(ranks, index)
-        found = xp.astype(
-            xp.where(found < layout.num_rows, found, layout.num_rows - 1),
-            layout.offsets.dtype,
-            copy=False,
+        row = xp.searchsorted(ranks, index)
+        row = xp.astype(
+            xp.where(row < layout.num_rows, row, layout.num_rows - 1), dtype, copy=False
         )
         exists = index <= ranks[-1:]
-        lengths = xp.where(exists, xp.take(layout.lengths, found, axis=0), 0)
-        ends = xp.cumulative_sum(lengths, dtype=layout.offsets.dtype)
-        offsets = xp.concat([layout.offsets[:1] * 0, ends])
-        new = Layout(layout.backend, offsets, most_tokens, layout.max_length_bound)
+        lengths = xp.where(exists, xp.take(layout.lengths, row, axis=0), 0)
+        new = layout.with_lengths(lengths, most_tokens, layout.max_length_bound)
         slots = xp.where(ranks > 0, ranks - 1, 0)
         slots = xp.where(slots < n, slots, n - 1)
-        starts = xp.take(layout.offsets, found, axis=0)
+        starts = xp.take(layout.offsets, row, axis=0)
     tokens = layout.clip(new.per_token(starts) + new.positions)
     return LongRows(new, tokens, is_long, slots)
 
@@ -263,8 +257,7 @@ def segment_arg(op: str, values: Any, layout: Layout) -> Any:
 
     NaN counts as the extremum.
     """
-    options = {"op": op, "dtype": values.dtype}
-    return _segment_arg.run({"layout": layout, "values": values}, options)
+    return _segment_arg.run({"layout": layout, "values": values}, {"op": op, "dtype": values.dtype})
 
 
 @define_operation("segment_arg", SegmentCall)
@@ -274,9 +267,7 @@ def _segment_arg(call: SegmentCall) -> Any:
 
 def _arg_of_rows(op: str, x: Array) -> Any:
     values, layout, xp = x.values, x.layout, x.layout.xp
-    is_best = values == values
-    if layout.num_rows:
-        is_best = values == layout.per_token(segment_reduce(op, values, layout))
+    is_best = values == layout.per_token(segment_reduce(op, values, layout))
     if xp.isdtype(values.dtype, ("real floating", "complex floating")):
         is_best = is_best | xp.isnan(values)
     position = xp.where(is_best, append_axes(xp, layout.positions, values.ndim), layout.total)

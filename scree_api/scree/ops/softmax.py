@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, mask_tail, moveaxis
-from ..checks import check_floating
 from ..dispatch.operation import define_operation
 from .row_chunks import map_rows
 from .segment import segment_reduce
@@ -28,7 +28,7 @@ class SoftmaxCall:
     x: Array
 
     def __post_init__(self) -> None:
-        check_floating("x", check_ragged("x", self.x).values)
+        checks.check_floating("x", check_ragged("x", self.x).values)
 
 
 def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
@@ -129,7 +129,7 @@ def _exponentials(x: Array) -> tuple[Any, Any, Any, Any]:
     maximum = segment_reduce("max", values, layout)
     # Rows that are empty or contain an infinity are not shifted.
     maximum = xp.where(xp.isfinite(maximum), maximum, xp.zeros_like(maximum))
-    shifted = values - layout.per_token(maximum) if layout.num_rows else values
+    shifted = values - layout.per_token(maximum)
     shifted = mask_tail(Array.from_layout(shifted, layout), shifted)
     weights = xp.exp(shifted)
     return shifted, weights, maximum, segment_reduce("sum", weights, layout)
@@ -148,8 +148,6 @@ def _softmax(call: SoftmaxCall) -> Array:
 
 def _softmax_of_rows(x: Array) -> Any:
     _, weights, _, total = _exponentials(x)
-    if x.layout.num_rows == 0:
-        return _like(x, weights)
     totals = x.layout.per_token(total)
     # The tail has the total of the last row, which may be 0 or NaN.
     totals = mask_tail(Array.from_layout(totals, x.layout), totals, 1)
@@ -165,7 +163,7 @@ def _log_softmax_of_rows(x: Array) -> Any:
     shifted, _, _, total = _exponentials(x)
     xp, layout = x.layout.xp, x.layout
     log_total = xp.log(xp.where(total != 0, total, 1.0))
-    return _like(x, shifted - layout.per_token(log_total) if layout.num_rows else shifted)
+    return _like(x, shifted - layout.per_token(log_total))
 
 
 @define_operation("logsumexp", SoftmaxCall)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import checks
 from ..array import Array
-from ..backends import backend
-from ..broadcasting import as_values, with_values_like
-from ..checks import check_integer
+from ..broadcasting import check_array, with_values_like
 from ..dispatch.operation import define_operation
 
 __all__ = ["split"]
@@ -38,10 +37,9 @@ class SplitCall:
     values_axis: int = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, as_values(self.x)
-        backend(values, "x")
+        x, values = self.x, check_array("x", self.x)
         ndim = len(x.shape)
-        axis = check_integer("axis", self.axis, -ndim, ndim) % ndim - isinstance(x, Array)
+        axis = checks.check_integer("axis", self.axis, -ndim, ndim) % ndim - isinstance(x, Array)
         if isinstance(x, Array) and axis in (-1, x.ragged_dim):
             raise ValueError(
                 f"axis: expected an axis of the elements, got {self.axis} for shape {tuple(x.shape)}"
@@ -49,7 +47,7 @@ class SplitCall:
         if not isinstance(self.sizes, Sequence):
             raise TypeError(f"sizes: expected the size of each part, got {self.sizes!r}")
         for part in self.sizes:
-            check_integer("sizes", part, 0)
+            checks.check_integer("sizes", part, 0)
         size = values.shape[axis]
         if sum(self.sizes) != size:
             raise ValueError(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulation_dtype, as_values, with_values_like
-from ..checks import check_floating
+from ..broadcasting import accumulation_dtype, check_array, with_values_like
 from ..dispatch.operation import define_operation
 
 __all__ = ["swiglu"]
@@ -30,19 +30,16 @@ class SwigluCall:
     values: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, as_values(self.x)
+        x, values = self.x, check_array("x", self.x)
         object.__setattr__(self, "values", values)
-        backend(values, "x")
+        shape = tuple(x.shape)
         if values.ndim == 0 or (isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1):
-            raise ValueError(
-                f"x: expected a last axis of gates and values, got shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"x: expected a last axis of gates and values, got shape {shape}")
         if values.shape[-1] % 2:
             raise ValueError(
-                "x: expected a last axis of an even size, as many gates as values, got shape "
-                f"{tuple(x.shape)}"
+                f"x: expected a last axis of an even size, as many gates as values, got shape {shape}"
             )
-        check_floating("x", values)
+        checks.check_floating("x", values)
 
     def result(self, values: Any) -> Any:
         """Return `values` like `x`."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import check_ragged
-from ..checks import check_flag, check_integer, check_real_dtype
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import select
 from ..layout import Layout
@@ -31,9 +30,9 @@ class TopkCall:
 
     def __post_init__(self) -> None:
         x = check_ragged("x", self.x)
-        check_real_dtype("topk", x.layout.xp, x.dtype)
-        check_integer("k", self.k, 0)
-        check_flag("largest", self.largest)
+        checks.check_real_dtype("topk", x.layout.xp, x.dtype)
+        checks.check_integer("k", self.k, 0)
+        checks.check_flag("largest", self.largest)
 
 
 def topk(
@@ -87,10 +86,4 @@ def _topk(call: TopkCall) -> tuple[Array, Array]:
     lengths = (offsets[1:] - offsets[:-1]).clip(max=call.k)
     new = Layout.from_host_lengths(layout.backend, lengths, like=x.offsets)
     positions = select(order, new, layout.offsets[:-1], distinct=True)
-    return _take_positions(x, positions), positions
-
-
-def _take_positions(x: Array, positions: Array) -> Array:
-    xp: Any = x.__array_namespace__()
-    out: Array = xp.take_along_axis(x, positions, axis=x.ragged_dim + 1)
-    return out
+    return xp.take_along_axis(x, positions, axis=x.ragged_dim + 1), positions

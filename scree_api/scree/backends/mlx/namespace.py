@@ -92,7 +92,8 @@ def _take_large_integers(function: Callable[..., Array]) -> Callable[..., Array]
                 ) from None
             pairs = zip(args, is_large)
             return function(
-                *(mx.array(np.uint64(x)) if large else x for x, large in pairs), **kwargs
+                *(mx.array(np.asarray(x, np.uint64)) if large else x for x, large in pairs),
+                **kwargs,
             )
 
     return call
