@@ -216,8 +216,8 @@ PUBLIC = [name for name in scree.__all__ if callable(getattr(scree, name))]
 #: What a sentence and an example say in full.
 SHORT = set(
     """
-    Namespace align at from_cu_seqlens from_offsets log_softmax logsumexp namespace positions same_layout scatter_add segment_ids unpack
-    unregister_kernel""".split()
+    Namespace align at from_cu_seqlens from_offsets log_softmax logsumexp namespace positions same_layout
+    scatter_add segment_ids unpack unregister_kernel""".split()
 )
 
 

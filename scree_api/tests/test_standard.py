@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+from collections.abc import Callable
 from typing import Any
 
 import array_api_strict
@@ -127,3 +128,40 @@ def test_tolist_and_from_lists() -> None:
 def test_at_of_an_array_updates_it() -> None:
     arr = scree.from_lists([[1, 2], [3]])
     assert arr.at[:, 0].add(10).tolist() == scree.at(arr)[:, 0].add(10).tolist() == [[11, 2], [13]]
+
+
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "sum": lambda xp, x, y: xp.sum(y, axis=1),
+    "exp": lambda xp, x, y: xp.exp(y),
+    "add": lambda xp, x, y: xp.add(x, y),
+    "where": lambda xp, x, y: xp.where(x > 0, x, y),
+    "clip": lambda xp, x, y: xp.clip(x, min=y),
+    "concat": lambda xp, x, y: xp.concat([y, y], axis=0),
+    "sort": lambda xp, x, y: xp.sort(y, axis=1),
+    "astype": lambda xp, x, y: xp.astype(y, xp.float32),
+    "take": lambda xp, x, y: xp.take(x.values, y),
+    "reshape": lambda xp, x, y: xp.reshape(y, (2, None, 1)),
+    "isin": lambda xp, x, y: xp.isin(x, y),
+    "isin dense": lambda xp, x, y: xp.isin(x, y.values),
+    "cumulative_sum": lambda xp, x, y: xp.cumulative_sum(y, axis=1),
+    "broadcast_arrays": lambda xp, x, y: xp.broadcast_arrays(y),
+    "unique_values": lambda xp, x, y: xp.unique_values(y),
+    "vector_norm": lambda xp, x, y: xp.linalg.vector_norm(y, axis=1),
+    "operator": lambda xp, x, y: x + y,
+    "at": lambda xp, x, y: x.at[0].set(y.values),
+    "attention": lambda xp, x, y: xp.ragged.attention(
+        *(a.with_values(a.values[:, None, None]) for a in (x, y, y))
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("library", NAMES)
+def test_array_of_another_library_raises_our_error(library: str, call: str) -> None:
+    x = load(library).r([2, 1])
+    for other in NAMES:
+        if other != library:
+            y = load(other).r([2, 1])
+            with pytest.raises(TypeError, match=r"expected .*got") as error:
+                CALLS[call](scree.namespace(x), x, y)
+            assert load(other).r([1]).layout.backend.name in str(error.value)

@@ -114,7 +114,19 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
     ragged.__qualname__ = getattr(function, "__name__", name)
     std = Standard(function, name, backend, dtype_rule)
     ragged.__kwdefaults__ = {**(f.__kwdefaults__ or {}), "std": std}
-    return SELECTORS[operands](function, ragged)
+    return SELECTORS[operands](std, ragged)
+
+
+def check_library(std: Standard, *operands: Any) -> None:
+    """Raise if a ragged operand is of another library than the namespace."""
+    for x in operands:
+        if isinstance(x, Array) and x.layout.backend is not std.backend:
+            library = x.layout.backend.name
+            raise TypeError(
+                f"{std.name}: expected a ragged array of {std.backend.name}, the library of this namespace, "
+                f"got one of {library}; use scree.namespace(arr), or convert it with "
+                f'arr.to_backend("{std.backend.name}")'
+            )
 
 
 def _refuse(function: Function, name: str, why: str) -> Function:
@@ -126,34 +138,44 @@ def _refuse(function: Function, name: str, why: str) -> Function:
     return call
 
 
-def _if_first(function: Function, ragged: Function) -> Function:
+def _if_first(std: Standard, ragged: Function) -> Function:
+    function, lib = std.function, std.backend
+
     def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Array):
+            if x.layout.backend is not lib:
+                check_library(std, x)
             return ragged(x, *args, **kwargs)
         return function(x, *args, **kwargs)
 
     return call
 
 
-def _if_either(function: Function, ragged: Function) -> Function:
+def _if_either(std: Standard, ragged: Function) -> Function:
+    function = std.function
+
     def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x1, Array) or isinstance(x2, Array):
+            check_library(std, x1, x2)
             return ragged(x1, x2, *args, **kwargs)
         return function(x1, x2, *args, **kwargs)
 
     return call
 
 
-def _if_list(function: Function, ragged: Function) -> Function:
+def _if_list(std: Standard, ragged: Function) -> Function:
+    function = std.function
+
     def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays):
+            check_library(std, *arrays)
             return ragged(arrays, *args, **kwargs)
         return function(arrays, *args, **kwargs)
 
     return call
 
 
-def _always(function: Function, ragged: Function) -> Function:
+def _always(std: Standard, ragged: Function) -> Function:
     return ragged
 
 

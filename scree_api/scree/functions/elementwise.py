@@ -7,7 +7,7 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..broadcasting import broadcast_operand, check_shared_layout
-from .binding import Standard, implements
+from .binding import Standard, check_library, implements
 
 #: The elementwise functions of the standard with keywords.
 KEYWORDS = {"clip": ("min", "max")}
@@ -24,6 +24,8 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
     if not ragged:
         return std.function(*args, **kwargs)
     first = ragged[0] if len(ragged) == 1 else check_shared_layout(std.name, ragged)
+    if first.layout.backend is not std.backend:
+        check_library(std, first)
     is_plain = not kwargs and len(ragged) == len(args) <= 2 and std.name != "where"
     if is_plain and ragged[-1].layout is first.layout:
         out = std.function(*[x.values for x in ragged])

@@ -26,7 +26,7 @@ from ..construct import unpack
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import select, take_rows
 from ..layout import Layout, host_offsets_of
-from .binding import Standard, implements
+from .binding import Standard, check_library, implements
 
 
 @implements("concat", ragged="list")
@@ -297,6 +297,7 @@ def broadcast_arrays(*arrays: Any, std: Standard) -> Any:
     if not ragged:
         return std.function(*arrays)
     first = check_shared_layout(std.name, ragged)
+    check_library(std, first)
     operands = [broadcast_operand(std.name, x, first) for x in arrays]
     # `first` gives dense operands the number of tokens; its own result is dropped.
     return [first.with_values(x) for x in std.function(first.values, *operands)[1:]]

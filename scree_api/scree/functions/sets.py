@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..broadcasting import as_values, expand_to_tokens, with_values_like
 from ..indexing.getitem import drop_tail
@@ -14,6 +15,8 @@ from .binding import Standard, implements
 def isin(x1: Any, x2: Any, /, *, invert: bool = False, std: Standard) -> Any:
     """Return whether each element is among the values of `x2`."""
     xp, values = std.xp, as_values(x2)
+    if not isinstance(values, checks.NUMBERS):
+        checks.check_dense("x2", values, as_values(x1))
     mask = x2.layout.token_mask if isinstance(x2, Array) else None
     if mask is None or 0 in values.shape:
         return with_values_like(x1, std.function(as_values(x1), values, invert=invert))
