@@ -118,6 +118,7 @@ class Layout:
         has_no_tail: bool = False,
     ) -> None:
         self.backend = backend
+        self.identity = object()
         self.xp = backend.xp
         self.offsets = offsets
         self._total = total
@@ -184,14 +185,15 @@ class Layout:
         """
         if other is self:
             return self.cache
-        pairs: dict[int, tuple[Layout, dict[Any, Any]]] = self.cache.setdefault("pairs", {})
-        key = id(other)
+        pairs: dict[object, dict[Any, Any]] = self.cache.setdefault("pairs", {})
+        # The key is not `other` itself: two layouts that held each other would live until a garbage
+        # collection.
+        key = other.identity
         if key not in pairs:
-            # A new dictionary, as other threads may read the old one. The entry keeps `other` alive,
-            # so that its id stays unique.
+            # A new dictionary, as other threads may read the old one.
             kept = list(pairs.items())[1 - MAX_PAIR_CACHES :]
-            pairs = self.cache["pairs"] = {**dict(kept), key: (other, {})}
-        return pairs[key][1]
+            pairs = self.cache["pairs"] = {**dict(kept), key: {}}
+        return pairs[key]
 
     @property
     def total(self) -> int:

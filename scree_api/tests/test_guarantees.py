@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -198,3 +202,48 @@ def test_threads_that_share_a_layout_get_the_same_results(name: str) -> None:
             results = list(pool.map(lambda call, x=x: call(x), calls * 4))
         for got, want in zip(results, expected * 4, strict=True):
             np.testing.assert_array_equal(arrays.library.read(got), want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_namespace_is_built_once_when_many_threads_are_first(name: str) -> None:
+    module = {"mlx": "mlx.core", "jax": "jax.numpy"}.get(name, name)
+    code = f"""
+import sys, threading, scree, {module} as library
+x = library.{"array" if name == "mlx" else "asarray"}([1.0, 2.0])
+sys.setswitchinterval(1e-6)
+barrier, found = threading.Barrier(16), []
+def look():
+    barrier.wait()
+    found.append(scree.namespace(x))
+threads = [threading.Thread(target=look) for _ in range(16)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(found), len({{id(xp) for xp in found}}))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["16", "1"], done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_used_together_both_ways_are_freed_at_once(name: str) -> None:
+    """A cycle of two layouts would live until a garbage collection."""
+    arrays, xp = load(name), load(name).xp
+    gc.collect()
+    gc.disable()
+    try:
+        for call in (
+            lambda a, b: xp.concat([a, b], axis=0),
+            lambda a, b: xp.concat([a, b], axis=1),
+            lambda a, b: scree.attention(a, b, b),
+        ):
+            a, b = (scree.from_lengths(arrays.f(5, 1, 2), [2, 3], max_length=3) for _ in range(2))
+            layouts = weakref.ref(a.layout), weakref.ref(b.layout)
+            call(a, b)
+            call(b, a)
+            del a, b
+            assert [layout() for layout in layouts] == [None, None]
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from threading import RLock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,6 +144,8 @@ class Backend:
 #: registers kernels there, and `scree.namespace` builds the library's namespace.
 LOAD_HOOKS: list[Callable[[Backend], None]] = []
 
+#: Held while a library is loaded, so that no thread sees it without its namespace and kernels.
+_loading = RLock()
 _by_type: dict[type, Backend] = {}
 _by_name: dict[str, Backend] = {}
 
@@ -211,8 +214,17 @@ def _load(library: str) -> Backend:
 
 @constant
 def _import(library: str) -> None:
-    if library not in _by_name:
-        _register(import_module(f"{__name__}.{library}").BACKEND)
+    with _loading:
+        if library not in _by_name:
+            _register(import_module(f"{__name__}.{library}").BACKEND)
+
+
+def _load_generic(x: Any) -> Backend:
+    with _loading:
+        lib: Backend = import_module(f"{__name__}.generic").make(x)
+        if lib.name not in _by_name:
+            _register(lib)
+        return _by_name[lib.name]
 
 
 def _register(lib: Backend) -> None:
@@ -237,13 +249,6 @@ def _resolve(x: Any, name: str) -> Backend:
             f"{name}: expected a dense array of a library that follows the Array API standard, got {type(x).__name__}; "
             "convert it first, for instance with numpy.asarray"
         )
-    if library is not None:
-        lib = _load(library)
-    else:
-        lib = import_module(f"{__name__}.generic").make(x)
-        if lib.name in _by_name:
-            lib = _by_name[lib.name]
-        else:
-            _register(lib)
+    lib = _load_generic(x) if library is None else _load(library)
     _by_type[type(x)] = lib
     return lib
