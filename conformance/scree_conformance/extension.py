@@ -39,8 +39,35 @@ def softmax(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
         )
 
 
+def softmax_of_elements(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
+    """Along element axes before and after the ragged axis, of size 0 too."""
+
+    def reference(rows: oracle.Rows, axis: int) -> list[np.ndarray]:
+        compute = getattr(oracle, name)
+        return [compute(oracle.Rows([row], row), axis=axis)[0] for row in rows]
+
+    for token, ragged_dim, axis, draw in bench.select(
+        (
+            ((3,), 0, -1, "any"),
+            ((2, 3), 0, 2, "any"),
+            ((3, 2), 1, 1, "any"),
+            ((3,), 0, 2, "large"),
+            ((2, 0), 0, 3, "any"),
+        )
+    ):
+        x = bench.ragged(layout, token, dtype, draw, ragged_dim)
+        bench.check(
+            lambda a: getattr(bench.xp.ragged, name)(a, axis=axis),
+            partial(reference, axis=axis if axis < 0 else axis - 1),
+            x,
+            transcendental=True,
+            note=f"token {token}, ragged_dim={ragged_dim}, axis={axis}, {draw}: ",
+        )
+
+
 for _name in ("softmax", "log_softmax", "logsumexp"):
     operation(f"ragged.{_name}", kernel=_name)(partial(softmax, name=_name))
+    operation(f"ragged.{_name}: element axes")(partial(softmax_of_elements, name=_name))
 
 
 # --------------------------------------------------------------------------------------------- topk
@@ -65,6 +92,46 @@ def topk(bench: Bench, layout: Layout, dtype: str) -> None:
                     note=note,
                 )
                 assert scree.same_layout(values, positions), f"{note}expected one layout"
+
+
+# ------------------------------------------------------------------------------------ shift, repeat
+@operation("ragged.shift", ALL, (*DTYPES, "int32", "uint8"))
+def shift(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Both directions, beyond the length of every row, with fill values, for every ragged axis."""
+    for token, ragged_dim, n, fill_value in bench.select(
+        (
+            ((), 0, 1, 0),
+            ((2, 3), 0, -1, 7),
+            ((3,), 1, 2, 0),
+            ((), 0, -700, 3),
+            ((3,), 0, 10**12, 0),
+            ((0,), 0, -3, 0),
+            ((), 0, 0, 7),
+        )
+    ):
+        draw = "special" if dtype in DTYPES else "natural"
+        x = bench.ragged(layout, token, dtype, draw, ragged_dim)
+        bench.check(
+            lambda a: bench.xp.ragged.shift(a, n, fill_value=fill_value),
+            partial(oracle.shift, n=n, fill_value=fill_value, axis=ragged_dim),
+            x,
+            note=f"token {token}, ragged_dim={ragged_dim}, n={n}: ",
+        )
+
+
+@operation("ragged.broadcast_rows", ALL, (*DTYPES, "int32", "uint8"))
+def broadcast_rows(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Entries with and without axes, on layouts of arrays with other axes and dtypes."""
+    draw = "special" if dtype in DTYPES else "natural"
+    for token, ragged_dim in bench.select((((), 0), ((2, 3), 0), ((3,), 1), ((0,), 0))):
+        like = bench.ragged(layout, token, "float32", "any", ragged_dim)
+        per_row = bench.dense((len(lengths_of(layout)), *token), dtype, draw)
+        bench.check(
+            lambda a: bench.xp.ragged.broadcast_rows(a, like.array),
+            lambda a: [np.repeat(entry[None], n, 0) for entry, n in zip(a, lengths_of(layout))],
+            per_row,
+            note=f"token {token}, ragged_dim={ragged_dim}: ",
+        )
 
 
 # -------------------------------------------------------------------------------------------- norms

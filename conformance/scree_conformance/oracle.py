@@ -201,6 +201,19 @@ def topk(
     return values, positions
 
 
+def shift(rows: Rows, n: int, fill_value: Any = 0, axis: int = 0) -> list[np.ndarray]:
+    """Return the tokens of each row moved by `n` positions; free places hold `fill_value`."""
+    shifted = []
+    for row in rows:
+        tokens = np.moveaxis(row, axis, 0)
+        out = np.full_like(tokens, fill_value)
+        for position, token in enumerate(tokens):
+            if 0 <= position + n < len(tokens):
+                out[position + n] = token
+        shifted.append(np.moveaxis(out, 0, axis))
+    return shifted
+
+
 def cross_entropy(
     rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
 ) -> list[np.ndarray] | np.ndarray:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
 from .hints import missing_from_operations
 from .ops.attention import attention
+from .ops.broadcast_rows import broadcast_rows
 from .ops.cross_entropy import cross_entropy, linear_cross_entropy
 from .ops.dropout import dropout
 from .ops.gather_scatter import gather, group, scatter, scatter_add
@@ -15,6 +16,7 @@ from .ops.layout_queries import align, positions, same_layout, segment_ids
 from .ops.norms import layer_norm, rms_norm
 from .ops.padding import from_padded, to_padded
 from .ops.rope import rope
+from .ops.shift import shift
 from .ops.softmax import log_softmax, logsumexp, softmax
 from .ops.split import split
 from .ops.swiglu import swiglu
@@ -23,6 +25,7 @@ from .ops.topk import topk
 __all__ = [
     "align",
     "attention",
+    "broadcast_rows",
     "cross_entropy",
     "dropout",
     "from_cu_seqlens",
@@ -44,6 +47,7 @@ __all__ = [
     "scatter",
     "scatter_add",
     "segment_ids",
+    "shift",
     "softmax",
     "split",
     "swiglu",

@@ -32,6 +32,7 @@ class Ragged:
 
     align = staticmethod(_ragged.align)
     attention = staticmethod(_ragged.attention)
+    broadcast_rows = staticmethod(_ragged.broadcast_rows)
     cross_entropy = staticmethod(_ragged.cross_entropy)
     dropout = staticmethod(_ragged.dropout)
     from_cu_seqlens = staticmethod(_ragged.from_cu_seqlens)
@@ -53,6 +54,7 @@ class Ragged:
     scatter = staticmethod(_ragged.scatter)
     scatter_add = staticmethod(_ragged.scatter_add)
     segment_ids = staticmethod(_ragged.segment_ids)
+    shift = staticmethod(_ragged.shift)
     softmax = staticmethod(_ragged.softmax)
     split = staticmethod(_ragged.split)
     swiglu = staticmethod(_ragged.swiglu)
