@@ -214,6 +214,32 @@ def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
     bench.check(run, lambda a: oracle.swiglu([a])[0], dense, transcendental=True)  # type: ignore[arg-type]
 
 
+def activation(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
+    """Ragged and dense arrays, large magnitudes, zeros, infinities and NaN."""
+    compute = oracle.ACTIVATIONS[name]
+    for token, ragged_dim, draw in (
+        ((), 0, "any"),
+        ((2, 3), 0, "special"),
+        ((3,), 1, "any"),
+        ((3,), 0, "large"),
+    ):
+        x = bench.ragged(layout, token, dtype, draw, ragged_dim)
+        for options in ({}, {"approximate": "tanh"}) if name == "gelu" else ({},):
+            bench.check(
+                lambda a: getattr(bench.xp.ragged, name)(a, **options),
+                lambda rows: [compute(row, **options) for row in rows],
+                x,
+                transcendental=True,
+                note=f"token {token}, ragged_dim={ragged_dim}, {draw}, {options}: ",
+            )
+    dense = bench.dense((3, 4), dtype)
+    bench.check(getattr(bench.xp.ragged, name), compute, dense, transcendental=True)
+
+
+for _name in oracle.ACTIVATIONS:
+    operation(f"ragged.{_name}")(partial(activation, name=_name))
+
+
 @operation("ragged.split", kernel="split")
 def split(bench: Bench, layout: Layout, dtype: str) -> None:
     """Along every axis of the tokens, before and after a ragged axis, and on dense arrays.

@@ -300,6 +300,32 @@ def swiglu(rows: Rows) -> list[np.ndarray]:
         ]
 
 
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.asarray([math.erf(number) for number in x.ravel()], x.dtype).reshape(x.shape)
+
+
+def _gelu(x: np.ndarray, approximate: str = "none") -> np.ndarray:
+    """Return ``x * P(normal <= x)`` or its tanh approximation; 0 at -inf."""
+    x = np.maximum(x, x.dtype.type(-100))  # NaN stays NaN
+    if approximate == "none":
+        return x * (1 + _erf(x * x.dtype.type(math.sqrt(0.5)))) / 2
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.where(x == -math.inf, 0, x / (1 + np.exp(-x))).astype(x.dtype)
+
+
+#: Activation -> its definition for one row or a dense array.
+ACTIVATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "relu": lambda x: np.maximum(x, x.dtype.type(0)),
+    "gelu": _gelu,
+    "silu": _silu,
+    "erf": _erf,
+}
+
+
 def rope(
     rows: Rows,
     *,

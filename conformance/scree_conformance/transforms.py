@@ -86,6 +86,24 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
         lambda x, w, b: oracle.linear_cross_entropy(x, w, _exact_classes(x, 6), b),
     ),
     "swiglu": (((4,),), (), lambda r, x: r.swiglu(x), oracle.swiglu),
+    **{
+        name: (
+            ((3,),),
+            (),
+            lambda r, x, name=name: getattr(r, name)(x),
+            lambda x, name=name: [oracle.ACTIVATIONS[name](row) for row in x],
+        )
+        for name in ("relu", "silu", "erf")
+    },
+    "gelu": (
+        ((3,),),
+        (),
+        lambda r, x: r.gelu(x) - 2 * r.gelu(x, approximate="tanh"),
+        lambda x: [
+            oracle.ACTIVATIONS["gelu"](row) - 2 * oracle.ACTIVATIONS["gelu"](row, "tanh")
+            for row in x
+        ],
+    ),
     "split": (((4,),), (), lambda r, x: r.split(x, (1, 3))[1], lambda x: [row[:, 1:] for row in x]),
     "rope": (((2, 4),), (), lambda r, x: r.rope(x), oracle.rope),
     "attention": (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
 from .hints import missing_from_operations
+from .ops.activations import erf, gelu, relu, silu
 from .ops.attention import attention
 from .ops.broadcast_rows import broadcast_rows
 from .ops.cross_entropy import cross_entropy, linear_cross_entropy
@@ -28,12 +29,14 @@ __all__ = [
     "broadcast_rows",
     "cross_entropy",
     "dropout",
+    "erf",
     "from_cu_seqlens",
     "from_lengths",
     "from_offsets",
     "from_padded",
     "from_segment_ids",
     "gather",
+    "gelu",
     "group",
     "layer_norm",
     "linear_cross_entropy",
@@ -41,6 +44,7 @@ __all__ = [
     "logsumexp",
     "pack",
     "positions",
+    "relu",
     "rms_norm",
     "rope",
     "same_layout",
@@ -48,6 +52,7 @@ __all__ = [
     "scatter_add",
     "segment_ids",
     "shift",
+    "silu",
     "softmax",
     "split",
     "swiglu",

@@ -36,4 +36,5 @@ BACKEND = Backend(
     to_device=xp.to_device,
     uniform=_uniform,
     checkpoint=mx.checkpoint,
+    erf=mx.erf,
 )
