@@ -134,6 +134,34 @@ def broadcast_rows(bench: Bench, layout: Layout, dtype: str) -> None:
         )
 
 
+# -------------------------------------------------------------------------------------- convolution
+@operation("ragged.conv1d", kernel="conv1d")
+def conv1d(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Dense, grouped and depthwise kernels of several widths and dilations, beyond the rows too."""
+    for shape, groups, padding, dilation, has_bias in bench.select(
+        (
+            ((4, 1, 4), 4, "causal", 1, True),
+            ((5, 4, 3), 1, "same", 1, True),
+            ((6, 2, 2), 2, "same", 1, False),
+            ((8, 1, 3), 4, "causal", 2, False),
+            ((4, 1, 3), 4, "same", 700, False),
+            ((2, 4, 1), 1, "causal", 1, False),
+        )
+    ):
+        x = bench.ragged(layout, (4,), dtype)
+        weight = bench.dense(shape, dtype)
+        bias = [bench.dense(shape[:1], dtype)] if has_bias else []
+        options = {"padding": padding, "groups": groups, "dilation": dilation}
+        bench.check(
+            lambda a, w, *b: bench.run(bench.xp.ragged.conv1d, a, w, *b, **options),
+            partial(oracle.conv1d, **options),
+            x,
+            weight,
+            *bias,
+            note=f"{shape}, {options}: ",
+        )
+
+
 # -------------------------------------------------------------------------------------------- norms
 def _with_residual(norm: Any, dtype: str) -> Any:
     """Return a reference for `norm` with a residual: the norm of the sum, and the sum itself.

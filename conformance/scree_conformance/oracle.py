@@ -214,6 +214,32 @@ def shift(rows: Rows, n: int, fill_value: Any = 0, axis: int = 0) -> list[np.nda
     return shifted
 
 
+def conv1d(
+    rows: Rows,
+    weight: np.ndarray,
+    bias: Any = 0,
+    *,
+    padding: str = "causal",
+    groups: int = 1,
+    dilation: int = 1,
+) -> list[np.ndarray]:
+    """Return ``sum(weight[:, :, i] @ x[t + i * dilation - before])``, per group of channels."""
+    out_channels, _, width = weight.shape
+    span = (width - 1) * dilation
+    before = span if padding == "causal" else span // 2
+    results = []
+    for row in rows:
+        out = np.zeros((len(row), out_channels), row.dtype)
+        for t in range(len(row)):
+            for i in range(width):
+                source = t + i * dilation - before
+                if 0 <= source < len(row):
+                    parts = np.split(row[source], groups), np.split(weight[:, :, i], groups)
+                    out[t] += np.concatenate([w @ x for x, w in zip(*parts, strict=True)])
+        results.append(out + bias)
+    return results
+
+
 def cross_entropy(
     rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
 ) -> list[np.ndarray] | np.ndarray:

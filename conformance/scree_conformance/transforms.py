@@ -66,6 +66,20 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
         lambda r, x: r.broadcast_rows(x.__array_namespace__().sum(x, axis=1), x) * x,
         lambda x: [np.sum(row, axis=0) * row for row in x],
     ),
+    "conv1d": (
+        ((4,),),
+        ((4, 1, 3), (6, 2, 2), (6,)),
+        lambda r, x, w, v, b: r.conv1d(
+            r.conv1d(x, w, groups=4, dilation=2), v, b, groups=2, padding="same"
+        ),
+        lambda x, w, v, b: oracle.conv1d(
+            Rows(oracle.conv1d(x, w, groups=4, dilation=2), x.template),
+            v,
+            b,
+            groups=2,
+            padding="same",
+        ),
+    ),
     "rms_norm": (((4,),), ((4,),), lambda r, x, w: r.rms_norm(x, w), oracle.rms_norm),
     "layer_norm": (
         ((4,),),

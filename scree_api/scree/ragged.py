@@ -10,6 +10,7 @@ from .hints import missing_from_operations
 from .ops.activations import erf, gelu, relu, silu
 from .ops.attention import attention
 from .ops.broadcast_rows import broadcast_rows
+from .ops.conv1d import conv1d
 from .ops.cross_entropy import cross_entropy, linear_cross_entropy
 from .ops.dropout import dropout
 from .ops.gather_scatter import gather, group, scatter, scatter_add
@@ -27,6 +28,7 @@ __all__ = [
     "align",
     "attention",
     "broadcast_rows",
+    "conv1d",
     "cross_entropy",
     "dropout",
     "erf",

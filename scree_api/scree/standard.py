@@ -33,6 +33,7 @@ class Ragged:
     align = staticmethod(_ragged.align)
     attention = staticmethod(_ragged.attention)
     broadcast_rows = staticmethod(_ragged.broadcast_rows)
+    conv1d = staticmethod(_ragged.conv1d)
     cross_entropy = staticmethod(_ragged.cross_entropy)
     dropout = staticmethod(_ragged.dropout)
     erf = staticmethod(_ragged.erf)

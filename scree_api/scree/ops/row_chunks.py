@@ -21,7 +21,7 @@ ELEMENT_BYTES = 24  # temporary memory per element
 INDEX_BYTES = 64  # indices per token, and per row
 
 
-def map_rows(f: Callable[[Array], Any], x: Array, per_token: bool = False) -> Any:
+def map_rows(f: Callable[[Array], Any], x: Array, per_token: bool = False, scale: int = 1) -> Any:
     """Return ``f(x)``, computed for ranges of rows if it needs more than `MAX_BYTES`.
 
     Parameters
@@ -33,24 +33,26 @@ def map_rows(f: Callable[[Array], Any], x: Array, per_token: bool = False) -> An
     per_token
         Whether `f` returns values with the tokens along the ragged axis; otherwise it returns (n,
         ...), one entry per row.
+    scale
+        Temporary elements of `f` per element of `x`, where they are more than `x` has.
     """
-    layout = x.layout
+    layout, element_bytes = x.layout, ELEMENT_BYTES * max(scale, 1)
     if layout.backend.split is not None and not layout.backend.is_compiling():
         index_bytes = (x.total_length + layout.num_rows) * INDEX_BYTES
-        if x.size * ELEMENT_BYTES + index_bytes > MAX_BYTES:
-            bounds = _row_bounds(x)
+        if x.size * element_bytes + index_bytes > MAX_BYTES:
+            bounds = _row_bounds(x, element_bytes)
             if bounds is not None:
                 return _join_chunks(f, x, bounds, per_token)
     return f(x)
 
 
-def _row_bounds(x: Array) -> np.ndarray | None:
+def _row_bounds(x: Array, element_bytes: int) -> np.ndarray | None:
     """Return the first row of each range, and the number of rows; None for one range of all rows."""
     layout = x.layout
     host = layout.host_offsets
     if host is None or layout.num_rows < 2:
         return None
-    per_token = x.size * ELEMENT_BYTES // max(layout.total, 1) + INDEX_BYTES
+    per_token = x.size * element_bytes // max(layout.total, 1) + INDEX_BYTES
     costs = host.astype(np.int64) * per_token + np.arange(host.size) * INDEX_BYTES
     count = min(MAX_CHUNKS, -(-int(costs[-1]) // MAX_BYTES))
     targets = costs[-1] * np.arange(1, count) // max(count, 1)
