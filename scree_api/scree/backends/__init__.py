@@ -92,7 +92,8 @@ class Backend:
         ``split(x, sizes, axis)`` returns the parts of an array along an axis as views. None where
         operations are compiled for every shape, or run later.
     erf
-        ``erf(x)`` is the error function of float32 and wider dtypes. None where the library has none.
+        ``erf(x)`` is the error function of float32 and wider dtypes. None where the library has
+        none, or an inaccurate one.
     activations
         Name -> the library's own "relu", "gelu", "gelu_tanh" or "silu", which computes half
         precision in float32. Functions of the standard compute the others.
