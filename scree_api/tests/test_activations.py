@@ -53,3 +53,16 @@ def test_erf_by_polynomials_is_accurate(dtype: str, limit: float) -> None:
     np.testing.assert_array_equal(
         erf_by_polynomials(np, np.asarray([-np.inf, np.inf, np.nan, 1e300])), [-1, 1, np.nan, 1]
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_erf_in_several_blocks_equals_one_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scree.ops import activations
+
+    arrays = load(name)
+    for shape in ((3, 5), (0, 2), ()):
+        x = arrays.make(np.linspace(-3, 3, int(np.prod(shape))).reshape(shape).astype(np.float32))
+        whole = arrays.library.read(scree.erf(x))
+        with monkeypatch.context() as patch:
+            patch.setattr(activations, "BLOCK", 4)
+            np.testing.assert_array_equal(arrays.library.read(scree.erf(x)), whole)

@@ -224,8 +224,9 @@ def _erf(xp: Any, x: Any) -> Any:
         return erf_by_polynomials(xp, x)
     # The polynomials have several temporary arrays, which stay small in blocks.
     flat = xp.reshape(x, (-1,))
-    starts = range(0, max(flat.shape[0], 1), BLOCK)
-    parts = [erf_by_polynomials(xp, flat[start : start + BLOCK]) for start in starts]
+    size = flat.shape[0]
+    starts = range(0, max(size, 1), BLOCK)
+    parts = [erf_by_polynomials(xp, flat[i : min(i + BLOCK, size)]) for i in starts]
     return xp.reshape(parts[0] if len(parts) == 1 else xp.concat(parts), x.shape)
 
 

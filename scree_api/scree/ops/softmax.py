@@ -45,7 +45,7 @@ class SoftmaxCall:
 
     @property
     def is_along_rows(self) -> bool:
-        """Whether the axis is the ragged axis."""
+        """Return whether the axis is the ragged axis."""
         return self.values_axis == self.x.ragged_dim
 
 
