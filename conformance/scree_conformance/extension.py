@@ -39,8 +39,35 @@ def softmax(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
         )
 
 
+def softmax_of_elements(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
+    """Along element axes before and after the ragged axis, of size 0 too."""
+
+    def reference(rows: oracle.Rows, axis: int) -> list[np.ndarray]:
+        compute = getattr(oracle, name)
+        return [compute(oracle.Rows([row], row), axis=axis)[0] for row in rows]
+
+    for token, ragged_dim, axis, draw in bench.select(
+        (
+            ((3,), 0, -1, "any"),
+            ((2, 3), 0, 2, "any"),
+            ((3, 2), 1, 1, "any"),
+            ((3,), 0, 2, "large"),
+            ((2, 0), 0, 3, "any"),
+        )
+    ):
+        x = bench.ragged(layout, token, dtype, draw, ragged_dim)
+        bench.check(
+            lambda a: getattr(bench.xp.ragged, name)(a, axis=axis),
+            partial(reference, axis=axis if axis < 0 else axis - 1),
+            x,
+            transcendental=True,
+            note=f"token {token}, ragged_dim={ragged_dim}, axis={axis}, {draw}: ",
+        )
+
+
 for _name in ("softmax", "log_softmax", "logsumexp"):
     operation(f"ragged.{_name}", kernel=_name)(partial(softmax, name=_name))
+    operation(f"ragged.{_name}: element axes")(partial(softmax_of_elements, name=_name))
 
 
 # --------------------------------------------------------------------------------------------- topk
@@ -65,6 +92,74 @@ def topk(bench: Bench, layout: Layout, dtype: str) -> None:
                     note=note,
                 )
                 assert scree.same_layout(values, positions), f"{note}expected one layout"
+
+
+# ------------------------------------------------------------------------------------ shift, repeat
+@operation("ragged.shift", ALL, (*DTYPES, "int32", "uint8"))
+def shift(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Both directions, beyond the length of every row, with fill values, for every ragged axis."""
+    for token, ragged_dim, n, fill_value in bench.select(
+        (
+            ((), 0, 1, 0),
+            ((2, 3), 0, -1, 7),
+            ((3,), 1, 2, 0),
+            ((), 0, -700, 3),
+            ((3,), 0, 10**12, 0),
+            ((0,), 0, -3, 0),
+            ((), 0, 0, 7),
+        )
+    ):
+        draw = "special" if dtype in DTYPES else "natural"
+        x = bench.ragged(layout, token, dtype, draw, ragged_dim)
+        bench.check(
+            lambda a: bench.xp.ragged.shift(a, n, fill_value=fill_value),
+            partial(oracle.shift, n=n, fill_value=fill_value, axis=ragged_dim),
+            x,
+            note=f"token {token}, ragged_dim={ragged_dim}, n={n}: ",
+        )
+
+
+@operation("ragged.broadcast_rows", ALL, (*DTYPES, "int32", "uint8"))
+def broadcast_rows(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Entries with and without axes, on layouts of arrays with other axes and dtypes."""
+    draw = "special" if dtype in DTYPES else "natural"
+    for token, ragged_dim in bench.select((((), 0), ((2, 3), 0), ((3,), 1), ((0,), 0))):
+        like = bench.ragged(layout, token, "float32", "any", ragged_dim)
+        per_row = bench.dense((len(lengths_of(layout)), *token), dtype, draw)
+        bench.check(
+            lambda a: bench.xp.ragged.broadcast_rows(a, like.array),
+            lambda a: [np.repeat(entry[None], n, 0) for entry, n in zip(a, lengths_of(layout))],
+            per_row,
+            note=f"token {token}, ragged_dim={ragged_dim}: ",
+        )
+
+
+# -------------------------------------------------------------------------------------- convolution
+@operation("ragged.conv1d", kernel="conv1d")
+def conv1d(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Dense, grouped and depthwise kernels of several widths and dilations, beyond the rows too."""
+    for shape, groups, padding, dilation, has_bias in bench.select(
+        (
+            ((4, 1, 4), 4, "causal", 1, True),
+            ((5, 4, 3), 1, "same", 1, True),
+            ((6, 2, 2), 2, "same", 1, False),
+            ((8, 1, 3), 4, "causal", 2, False),
+            ((4, 1, 3), 4, "same", 700, False),
+            ((2, 4, 1), 1, "causal", 1, False),
+        )
+    ):
+        x = bench.ragged(layout, (4,), dtype)
+        weight = bench.dense(shape, dtype)
+        bias = [bench.dense(shape[:1], dtype)] if has_bias else []
+        options = {"padding": padding, "groups": groups, "dilation": dilation}
+        bench.check(
+            lambda a, w, *b: bench.run(bench.xp.ragged.conv1d, a, w, *b, **options),
+            partial(oracle.conv1d, **options),
+            x,
+            weight,
+            *bias,
+            note=f"{shape}, {options}: ",
+        )
 
 
 # -------------------------------------------------------------------------------------------- norms
@@ -145,6 +240,32 @@ def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
         bench.check(run, oracle.swiglu, x, transcendental=True, note=f"{token}, {draw}: ")
     dense = bench.dense((3, 4), dtype)
     bench.check(run, lambda a: oracle.swiglu([a])[0], dense, transcendental=True)  # type: ignore[arg-type]
+
+
+def activation(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
+    """Ragged and dense arrays, large magnitudes, zeros, infinities and NaN."""
+    compute = oracle.ACTIVATIONS[name]
+    for token, ragged_dim, draw in (
+        ((), 0, "any"),
+        ((2, 3), 0, "special"),
+        ((3,), 1, "any"),
+        ((3,), 0, "large"),
+    ):
+        x = bench.ragged(layout, token, dtype, draw, ragged_dim)
+        for options in ({}, {"approximate": "tanh"}) if name == "gelu" else ({},):
+            bench.check(
+                lambda a: getattr(bench.xp.ragged, name)(a, **options),
+                lambda rows: [compute(row, **options) for row in rows],
+                x,
+                transcendental=True,
+                note=f"token {token}, ragged_dim={ragged_dim}, {draw}, {options}: ",
+            )
+    dense = bench.dense((3, 4), dtype)
+    bench.check(getattr(bench.xp.ragged, name), compute, dense, transcendental=True)
+
+
+for _name in oracle.ACTIVATIONS:
+    operation(f"ragged.{_name}")(partial(activation, name=_name))
 
 
 @operation("ragged.split", kernel="split")

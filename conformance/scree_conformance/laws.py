@@ -83,6 +83,9 @@ CALLS: dict[str, Callable[[Any, scree.Array], Any]] = {
     "layer_norm": lambda xp, x: xp.ragged.layer_norm(x),
     "swiglu": lambda xp, x: xp.ragged.swiglu(x),
     "rope": lambda xp, x: xp.ragged.rope(x),
+    "shift": lambda xp, x: xp.ragged.shift(x, 1),
+    "conv1d": lambda xp, x: xp.ragged.conv1d(
+        x[:, :, 0], xp.ones((4, 1, 3), dtype=x.dtype), groups=4, padding="same"),
     "attention": _attention({}),
     "attention causal": _attention({"causal": True}),
     "attention window": _attention({"window": (2, 2)}),

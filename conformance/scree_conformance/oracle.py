@@ -201,6 +201,45 @@ def topk(
     return values, positions
 
 
+def shift(rows: Rows, n: int, fill_value: Any = 0, axis: int = 0) -> list[np.ndarray]:
+    """Return the tokens of each row moved by `n` positions; free places hold `fill_value`."""
+    shifted = []
+    for row in rows:
+        tokens = np.moveaxis(row, axis, 0)
+        out = np.full_like(tokens, fill_value)
+        for position, token in enumerate(tokens):
+            if 0 <= position + n < len(tokens):
+                out[position + n] = token
+        shifted.append(np.moveaxis(out, 0, axis))
+    return shifted
+
+
+def conv1d(
+    rows: Rows,
+    weight: np.ndarray,
+    bias: Any = 0,
+    *,
+    padding: str = "causal",
+    groups: int = 1,
+    dilation: int = 1,
+) -> list[np.ndarray]:
+    """Return ``sum(weight[:, :, i] @ x[t + i * dilation - before])``, per group of channels."""
+    out_channels, _, width = weight.shape
+    span = (width - 1) * dilation
+    before = span if padding == "causal" else span // 2
+    results = []
+    for row in rows:
+        out = np.zeros((len(row), out_channels), row.dtype)
+        for t in range(len(row)):
+            for i in range(width):
+                source = t + i * dilation - before
+                if 0 <= source < len(row):
+                    parts = np.split(row[source], groups), np.split(weight[:, :, i], groups)
+                    out[t] += np.concatenate([w @ x for x, w in zip(*parts, strict=True)])
+        results.append(out + bias)
+    return results
+
+
 def cross_entropy(
     rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
 ) -> list[np.ndarray] | np.ndarray:
@@ -285,6 +324,32 @@ def swiglu(rows: Rows) -> list[np.ndarray]:
             gate / (1 + np.exp(-gate)) * value
             for gate, value in (np.split(row, 2, axis=-1) for row in rows)
         ]
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.asarray([math.erf(number) for number in x.ravel()], x.dtype).reshape(x.shape)
+
+
+def _gelu(x: np.ndarray, approximate: str = "none") -> np.ndarray:
+    """Return ``x * P(normal <= x)`` or its tanh approximation; 0 at -inf."""
+    x = np.maximum(x, x.dtype.type(-100))  # NaN stays NaN
+    if approximate == "none":
+        return x * (1 + _erf(x * x.dtype.type(math.sqrt(0.5)))) / 2
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.where(x == -math.inf, 0, x / (1 + np.exp(-x))).astype(x.dtype)
+
+
+#: Activation -> its definition for one row or a dense array.
+ACTIVATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "relu": lambda x: np.maximum(x, x.dtype.type(0)),
+    "gelu": _gelu,
+    "silu": _silu,
+    "erf": _erf,
+}
 
 
 def rope(

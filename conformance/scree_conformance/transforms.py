@@ -28,10 +28,58 @@ LAYOUTS = ("empty_between", "blocks")
 
 #: Function -> (token shapes of the ragged arguments, shapes of the dense arguments, call, oracle).
 TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]] = {
-    "softmax": (((3,),), (), lambda r, x: r.softmax(x), oracle.softmax),
-    "log_softmax": (((3,),), (), lambda r, x: r.log_softmax(x), oracle.log_softmax),
-    "logsumexp": (((3,),), (), lambda r, x: r.logsumexp(x), oracle.logsumexp),
+    "softmax": (
+        ((3,),),
+        (),
+        lambda r, x: r.softmax(x) + r.softmax(x, axis=-1),
+        lambda x: [a + b for a, b in zip(oracle.softmax(x), oracle.softmax(x, -1), strict=True)],
+    ),
+    "log_softmax": (
+        ((3,),),
+        (),
+        lambda r, x: r.log_softmax(x) + r.log_softmax(x, axis=-1),
+        lambda x: [
+            a + b for a, b in zip(oracle.log_softmax(x), oracle.log_softmax(x, -1), strict=True)
+        ],
+    ),
+    "logsumexp": (
+        ((3,),),
+        (),
+        lambda r, x: r.logsumexp(r.logsumexp(x, axis=-1)),
+        lambda x: oracle.logsumexp(
+            Rows([oracle.logsumexp(Rows([row], row), -1)[0] for row in x], x.template[:, 0])
+        ),
+    ),
     "topk": (((3,),), (), lambda r, x: r.topk(x, 2)[0], lambda x: oracle.topk(x, 2)[0]),
+    "shift": (
+        ((3,),),
+        (),
+        lambda r, x: r.shift(x, 2) * x + r.shift(x, -1, fill_value=2.0),
+        lambda x: [
+            a * row + b
+            for a, row, b in zip(oracle.shift(x, 2), x, oracle.shift(x, -1, 2.0), strict=True)
+        ],
+    ),
+    "broadcast_rows": (
+        ((3,),),
+        (),
+        lambda r, x: r.broadcast_rows(x.__array_namespace__().sum(x, axis=1), x) * x,
+        lambda x: [np.sum(row, axis=0) * row for row in x],
+    ),
+    "conv1d": (
+        ((4,),),
+        ((4, 1, 3), (6, 2, 2), (6,)),
+        lambda r, x, w, v, b: r.conv1d(
+            r.conv1d(x, w, groups=4, dilation=2), v, b, groups=2, padding="same"
+        ),
+        lambda x, w, v, b: oracle.conv1d(
+            Rows(oracle.conv1d(x, w, groups=4, dilation=2), x.template),
+            v,
+            b,
+            groups=2,
+            padding="same",
+        ),
+    ),
     "rms_norm": (((4,),), ((4,),), lambda r, x, w: r.rms_norm(x, w), oracle.rms_norm),
     "layer_norm": (
         ((4,),),
@@ -52,6 +100,24 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
         lambda x, w, b: oracle.linear_cross_entropy(x, w, _exact_classes(x, 6), b),
     ),
     "swiglu": (((4,),), (), lambda r, x: r.swiglu(x), oracle.swiglu),
+    **{
+        name: (
+            ((3,),),
+            (),
+            lambda r, x, name=name: getattr(r, name)(x),
+            lambda x, name=name: [oracle.ACTIVATIONS[name](row) for row in x],
+        )
+        for name in ("relu", "silu", "erf")
+    },
+    "gelu": (
+        ((3,),),
+        (),
+        lambda r, x: r.gelu(x) - 2 * r.gelu(x, approximate="tanh"),
+        lambda x: [
+            oracle.ACTIVATIONS["gelu"](row) - 2 * oracle.ACTIVATIONS["gelu"](row, "tanh")
+            for row in x
+        ],
+    ),
     "split": (((4,),), (), lambda r, x: r.split(x, (1, 3))[1], lambda x: [row[:, 1:] for row in x]),
     "rope": (((2, 4),), (), lambda r, x: r.rope(x), oracle.rope),
     "attention": (

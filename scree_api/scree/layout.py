@@ -75,6 +75,13 @@ class Buckets(NamedTuple):
     slots: Any
 
 
+class Identity:
+    """The identity of a layout, as a key that does not hold the layout.
+
+    Compilers cannot trace `object()`.
+    """
+
+
 def _cached(derive: Callable[[Layout], Any]) -> Any:
     """Return a property that stores its value with `Layout.cached`.
 
@@ -118,7 +125,7 @@ class Layout:
         has_no_tail: bool = False,
     ) -> None:
         self.backend = backend
-        self.identity = object()
+        self.identity = Identity()
         self.xp = backend.xp
         self.offsets = offsets
         self._total = total

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
 from .hints import missing_from_operations
+from .ops.activations import erf, gelu, relu, silu
 from .ops.attention import attention
+from .ops.broadcast_rows import broadcast_rows
+from .ops.conv1d import conv1d
 from .ops.cross_entropy import cross_entropy, linear_cross_entropy
 from .ops.dropout import dropout
 from .ops.gather_scatter import gather, group, scatter, scatter_add
@@ -15,6 +18,7 @@ from .ops.layout_queries import align, positions, same_layout, segment_ids
 from .ops.norms import layer_norm, rms_norm
 from .ops.padding import from_padded, to_padded
 from .ops.rope import rope
+from .ops.shift import shift
 from .ops.softmax import log_softmax, logsumexp, softmax
 from .ops.split import split
 from .ops.swiglu import swiglu
@@ -23,14 +27,18 @@ from .ops.topk import topk
 __all__ = [
     "align",
     "attention",
+    "broadcast_rows",
+    "conv1d",
     "cross_entropy",
     "dropout",
+    "erf",
     "from_cu_seqlens",
     "from_lengths",
     "from_offsets",
     "from_padded",
     "from_segment_ids",
     "gather",
+    "gelu",
     "group",
     "layer_norm",
     "linear_cross_entropy",
@@ -38,12 +46,15 @@ __all__ = [
     "logsumexp",
     "pack",
     "positions",
+    "relu",
     "rms_norm",
     "rope",
     "same_layout",
     "scatter",
     "scatter_add",
     "segment_ids",
+    "shift",
+    "silu",
     "softmax",
     "split",
     "swiglu",

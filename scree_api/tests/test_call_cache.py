@@ -267,6 +267,7 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
     **{name: (getattr(scree, name), [
         lambda x: ((x,), {}), lambda x: ((x.values,), {}), lambda x: ((like(x).with_values(x.values.int()),), {}),
         lambda x: ((x,), {"kernel": "nobody"}), lambda x: ((x,), {"kernel": ["mine"]}), lambda x: ((None,), {}),
+        lambda x: ((x,), {"axis": True}), lambda x: ((x,), {"axis": 1.0}), lambda x: ((x,), {"axis": 0}),
     ]) for name in ("softmax", "log_softmax", "logsumexp")},
     **{name: (getattr(scree, name), [
         lambda x: ((x, torch.ones(8)), {}), lambda x: ((x, torch.ones(7)), {}), lambda x: ((x, [1.0] * 8), {}),

@@ -79,6 +79,20 @@ def storage_peak(f: Callable[[], Any]) -> int:
     return storages.peak - nbytes(result)
 
 
+def ragged_calls(x: scree.Array, depthwise: Any) -> dict[str, Callable[[], Any]]:
+    """Return calls of `xp.ragged`; `depthwise` is the weight of a depthwise convolution."""
+    calls = {name: lambda name=name: getattr(scree, name)(x) for name in RAGGED_FUNCTIONS}
+    calls |= {
+        f"{name} of elements": lambda name=name: getattr(scree, name)(x, axis=-1)
+        for name in RAGGED_FUNCTIONS
+    }
+    calls["shift"] = lambda: scree.shift(x, 2)
+    calls["broadcast_rows"] = lambda: scree.broadcast_rows(x.values[: x.batch_size], x)
+    calls["conv1d"] = lambda: scree.conv1d(x, depthwise, groups=depthwise.shape[0])
+    calls["gelu"] = lambda: scree.gelu(x)
+    return calls
+
+
 PEAKS = {"numpy": traced_peak, "torch": storage_peak}
 
 
@@ -91,16 +105,17 @@ def test_row_functions_of_short_rows_need_little_memory(
     lengths = draw_lengths(seed)
     rng = np.random.default_rng(seed)
     values = rng.integers(-3, 4, (sum(lengths), 48)).astype(dtype)
+    depthwise = np.ones((48, 1, 4), np.float32)
     limit = 4 * values.size * (8 if dtype == "int8" else 4) + SLACK
     if library == "torch":
         import torch
 
-        values = torch.from_numpy(values)
+        values, depthwise = torch.from_numpy(values), torch.from_numpy(depthwise)
     x = scree.from_lengths(values, lengths)
     xp = scree.namespace(x)
     calls = {name: lambda name=name: getattr(xp, name)(x, axis=1) for name in ROW_FUNCTIONS}
     if dtype == "float32":
-        calls |= {name: lambda name=name: getattr(scree, name)(x) for name in RAGGED_FUNCTIONS}
+        calls |= ragged_calls(x, depthwise)
     peaks = {name: PEAKS[library](call) for name, call in calls.items()}
     assert not {name: peak for name, peak in peaks.items() if peak > limit}
 
@@ -158,7 +173,7 @@ def test_map_rows_in_ranges_gives_the_result_of_one_range(
     x = arrays.r([0, 3, 0, 1, 40, 0, 2, 7, 0], 5)
     xp = scree.namespace(x)
     calls = {name: lambda name=name: getattr(xp, name)(x, axis=1) for name in ROW_FUNCTIONS}
-    calls |= {name: lambda name=name: getattr(scree, name)(x) for name in RAGGED_FUNCTIONS}
+    calls |= ragged_calls(x, arrays.f(5, 1, 3))
     whole = {name: call() for name, call in calls.items()}
     monkeypatch.setattr(row_chunks, "MAX_BYTES", 64)
     for name, call in calls.items():

@@ -99,7 +99,7 @@ def test_explain_names_the_provider_and_the_rejections(arr: scree.Array) -> None
 CALLS = {
     **{name: lambda x: (x[..., 0],) for name in ("softmax", "log_softmax", "logsumexp")},
     "rms_norm": lambda x: (x, x.values[0]), "layer_norm": lambda x: (x, x.values[0], x.values[0]), "rope": lambda x: (x,),
-    "swiglu": lambda x: (x,), "split": lambda x: (x, (1, 3)),
+    "conv1d": lambda x: (x, np.ones((3, 4, 2))), "swiglu": lambda x: (x,), "split": lambda x: (x, (1, 3)),
     "attention": lambda x: (x[:, :, None, :],) * 3, "scatter": lambda x: (x, np.arange(5), 5),
     "pack": lambda x: (list(x),), "grouped_matmul": lambda x: (x, np.ones((3, 4, 2))),
 }  # fmt: skip

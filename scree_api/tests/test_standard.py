@@ -68,6 +68,8 @@ MISSING = {
     "reshape": "use xp.reshape(arr, ...)",
     "T": "use arr.mT or xp.permute_dims",
     "softmax": "use xp.ragged.softmax(arr, ...)",
+    "relu": "use xp.ragged.relu(arr, ...)",
+    "repeat_interleave": "xp.ragged.broadcast_rows for one entry per row, with xp = scree.namespace(arr)",
     "cumsum": "use xp.cumulative_sum",
     "lenghts": "did you mean arr.lengths?",
     "numpy": "use arr.to_numpy()",

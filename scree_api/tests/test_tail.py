@@ -67,6 +67,11 @@ CASES: dict[str, Case] = {
     "a mask*": lambda xp, x: x[x > 0],
     "update*": lambda xp, x: scree.at(x)[x > 0].add(1.0),
     "softmax": lambda xp, x: (scree.softmax(x), scree.log_softmax(x), scree.logsumexp(x)),
+    "softmax of elements": lambda xp, e: (scree.softmax(e, axis=-1), scree.log_softmax(e, axis=2), scree.logsumexp(e, axis=2)),
+    "shift": lambda xp, x, e, t: (scree.shift(x, 1), scree.shift(e, -2, fill_value=7), scree.shift(t, 0)),
+    "broadcast_rows": lambda xp, e: e + scree.broadcast_rows(xp.sum(e, axis=1), e),
+    "activations": lambda xp, e, t: (scree.relu(e), scree.gelu(t), scree.gelu(e, approximate="tanh"), scree.silu(e), scree.erf(e)),
+    "conv1d": lambda xp, e: (scree.conv1d(e, xp.ones((4, 1, 3)), groups=4), scree.conv1d(e, xp.ones((2, 4, 3)), padding="same")),
     "padded": lambda xp, e: scree.to_padded(e, side="left", length=4),
     "attention": lambda xp, e: scree.attention(heads(xp, e), heads(xp, e), heads(xp, e), causal=True, return_lse=True),
     **{f"cross_entropy, {reduction}": (lambda xp, e, i, by=reduction: scree.cross_entropy(e, scree.align(i, like=e), reduction=by))

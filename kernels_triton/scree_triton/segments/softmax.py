@@ -109,6 +109,8 @@ _softmax_op = define_operator(
 
 def rejects(call: Any) -> str | None:
     """Return why the kernels do not support a `SoftmaxCall`; None if they do."""
+    if not call.is_along_rows:
+        return "softmax runs along rows only, not along element axes"
     return unsupported_dtype(call.x.values, _DTYPES) or too_wide(
         call.x.values.movedim(call.x.ragged_dim, 0)
     )

@@ -5,9 +5,9 @@ programs of `demo` name a library. A library that follows the standard and has n
 too, through `generic`.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from threading import RLock
 from typing import Any, TypeVar
@@ -92,6 +92,12 @@ class Backend:
     split
         ``split(x, sizes, axis)`` returns the parts of an array along an axis as views. None where
         operations are compiled for every shape, or run later.
+    erf
+        ``erf(x)`` is the error function of float32 and wider dtypes. None where the library has
+        none, or an inaccurate one.
+    activations
+        Name -> the library's own "relu", "gelu", "gelu_tanh" or "silu", which computes half
+        precision in float32. Functions of the standard compute the others.
     make_guard
         ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
         host-visible metadata (dtype, shape, strides, device), or None if such calls must not be
@@ -114,6 +120,8 @@ class Backend:
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
     take_aligned: Callable[[Any, int, Any], Any] | None = None
     split: Callable[[Any, list[int], int], Any] | None = None
+    erf: Callable[[Any], Any] | None = None
+    activations: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     make_guard: Callable[[list[Any]], Callable[..., bool] | None] | None = None
 
     def __repr__(self) -> str:

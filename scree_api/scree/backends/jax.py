@@ -84,4 +84,5 @@ BACKEND = Backend(
     untraced=_untraced,
     checkpoint=jax.checkpoint,
     from_numpy=_from_numpy,
+    erf=jax.scipy.special.erf,
 )

@@ -195,5 +195,12 @@ BACKEND = Backend(
     to_device=lambda x, device: x.to(device),
     # One node of the graph, so the backward pass makes one array.
     split=torch.split,
+    erf=torch.special.erf,
+    activations={
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    },
     make_guard=_make_guard,
 )

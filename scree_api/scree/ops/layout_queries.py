@@ -42,7 +42,11 @@ def segment_ids(arr: Array) -> Any:
 
 
 def positions(arr: Array) -> Any:
-    """Return the position of each token in its row.
+    """Return the position of each token in its row: 0, 1, ... from the start of the row.
+
+    These are the position ids of packed sequences, for a table of learned position embeddings. A
+    ragged array of them is ``arr.with_values(scree.positions(arr), ragged_dim=0)``. `rope` computes
+    its positions itself.
 
     Parameters
     ----------
@@ -52,7 +56,8 @@ def positions(arr: Array) -> Any:
     Returns
     -------
     dense array
-        (total,) integers with the dtype of the offsets.
+        (total,) integers with the dtype of the offsets, along the ragged axis of the values. They
+        are computed once per layout, without reading the offsets.
 
     Raises
     ------
@@ -64,6 +69,13 @@ def positions(arr: Array) -> Any:
     >>> import numpy as np, scree
     >>> scree.positions(scree.from_lengths(np.zeros(4), [1, 0, 3]))
     array([0, 0, 1, 2], dtype=int32)
+
+    Add an embedding of the position to each token:
+
+    >>> table = np.asarray([[0.0, 0.0], [0.1, 0.2], [0.3, 0.4]])
+    >>> tokens = scree.from_lengths(np.ones((4, 2)), [1, 0, 3])
+    >>> (tokens + tokens.with_values(table[scree.positions(tokens)])).tolist()[2]
+    [[1.0, 1.0], [1.1, 1.2], [1.3, 1.4]]
     """
     return check_ragged("arr", arr).layout.positions
 

@@ -21,7 +21,7 @@ ELEMENT_BYTES = 24  # temporary memory per element
 INDEX_BYTES = 64  # indices per token, and per row
 
 
-def map_rows(f: Callable[[Array], Any], x: Array, per_token: bool = False) -> Any:
+def map_rows(f: Callable[[Array], Any], x: Array, per_token: bool = False, scale: int = 1) -> Any:
     """Return ``f(x)``, computed for ranges of rows if it needs more than `MAX_BYTES`.
 
     Parameters
@@ -33,26 +33,28 @@ def map_rows(f: Callable[[Array], Any], x: Array, per_token: bool = False) -> An
     per_token
         Whether `f` returns values with the tokens along the ragged axis; otherwise it returns (n,
         ...), one entry per row.
+    scale
+        Temporary elements of `f` per element of `x`, where they are more than `x` has.
     """
-    layout = x.layout
+    layout, element_bytes = x.layout, ELEMENT_BYTES * max(scale, 1)
     if layout.backend.split is None or layout.backend.is_compiling():
         return f(x)
     index_bytes = (x.total_length + layout.num_rows) * INDEX_BYTES
-    is_small = x.size * ELEMENT_BYTES + index_bytes <= MAX_BYTES
-    bounds = None if is_small else _row_bounds(x)
+    is_small = x.size * element_bytes + index_bytes <= MAX_BYTES
+    bounds = None if is_small else _row_bounds(x, element_bytes)
     if bounds is None:
         return f(x)
     parts = [f(part) for part in split_rows(x, bounds)]
     return join_rows(x, parts) if per_token else layout.xp.concat(parts, axis=0)
 
 
-def _row_bounds(x: Array) -> np.ndarray | None:
+def _row_bounds(x: Array, element_bytes: int) -> np.ndarray | None:
     """Return the first row of each range, and the number of rows; None for one range of all rows."""
     layout = x.layout
     host = layout.host_offsets
     if host is None or layout.num_rows < 2:
         return None
-    per_token = x.size * ELEMENT_BYTES // max(layout.total, 1) + INDEX_BYTES
+    per_token = x.size * element_bytes // max(layout.total, 1) + INDEX_BYTES
     costs = host.astype(np.int64) * per_token + np.arange(host.size) * INDEX_BYTES
     bounds = equal_cost_bounds(costs, min(MAX_CHUNKS, -(-int(costs[-1]) // MAX_BYTES)))
     # Every range has tokens; empty rows at the end belong to the last range.

@@ -53,7 +53,9 @@ def reduce_rows(op: str, values: np.ndarray, layout: Layout) -> np.ndarray:
 
 def rejects_softmax(call: SoftmaxCall) -> str | None:
     """Return why `reduceat` does not take a softmax."""
-    return None if call.x.layout.backend is BACKEND else "reduceat takes NumPy arrays only"
+    if call.x.layout.backend is not BACKEND:
+        return "reduceat takes NumPy arrays only"
+    return None if call.is_along_rows else "reduceat runs along rows, not along element axes"
 
 
 def _exponentials(x: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
