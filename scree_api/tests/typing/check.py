@@ -22,8 +22,10 @@ def mypy() -> list[tuple[str, int, str]]:
 
 def pyright() -> list[tuple[str, int, str]]:
     """Return the errors of pyright."""
-    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--level", "error"]
-    done = subprocess.run([*command, str(USER), str(WRONG)], capture_output=True, text=True)
+    # pyright would take the libraries from a `.venv` in the working directory.
+    options = ["--outputjson", "--level", "error", "--pythonpath", sys.executable]
+    command = [sys.executable, "-m", "basedpyright", *options, str(USER), str(WRONG)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return [
         (Path(e["file"]).name, e["range"]["start"]["line"] + 1, e["message"])
