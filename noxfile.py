@@ -124,7 +124,7 @@ def docs(session: nox.Session) -> None:
 
     `nox -s docs -- serve` previews it.
     """
-    session.install("-e", ".[docs]")
+    session.install("-e", ".[docs]", "-e", "conformance")
     session.run(
         "mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"}
     )

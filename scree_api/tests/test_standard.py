@@ -71,7 +71,7 @@ MISSING = {
     "relu": "use xp.ragged.relu(arr, ...)",
     "repeat_interleave": "xp.ragged.broadcast_rows for one entry per row, with xp = scree.namespace(arr)",
     "cumsum": "use xp.cumulative_sum",
-    "lenghts": "did you mean arr.lengths?",
+    "lengthss": "did you mean arr.lengths?",
     "numpy": "use arr.to_numpy()",
 }
 

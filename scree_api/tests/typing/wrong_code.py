@@ -12,7 +12,7 @@ scree.softmaxx(x)  # error
 xp.summ(x)  # error
 xp.ragged.softmaxx(x)  # error
 xnp.cumsum(x)  # error
-x.lenghts  # error
+x.lengthss  # error
 x.sum()  # error
 x.at[0].put(1.0)  # error
 (x + 1).foo  # error
