@@ -15,8 +15,8 @@ from .binding import Standard, implements
 def isin(x1: Any, x2: Any, /, *, invert: bool = False, std: Standard) -> Any:
     """Return whether each element is among the values of `x2`."""
     xp, values = std.xp, as_values(x2)
-    if not isinstance(values, checks.NUMBERS):
-        checks.check_dense("x2", values, as_values(x1))
+    if isinstance(x1, Array) and not isinstance(values, checks.NUMBERS):
+        checks.check_dense("x2", values, x1.values)
     mask = x2.layout.token_mask if isinstance(x2, Array) else None
     if mask is None or 0 in values.shape:
         return with_values_like(x1, std.function(as_values(x1), values, invert=invert))
