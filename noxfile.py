@@ -4,6 +4,7 @@
 Every session has its own environment, which later runs reuse.
 """
 
+import tomllib
 from pathlib import Path
 
 import nox
@@ -21,6 +22,7 @@ BACKENDS = {
 }
 PARTS = ["-e", "conformance", "-e", "bench"]  # distributions of their own
 EACH = [nox.param(name, id=name) for name in BACKENDS]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
 
 def install(session: nox.Session, backend: str) -> None:
@@ -78,6 +80,29 @@ def conformance(session: nox.Session, backend: str) -> None:
     """Run the conformance suite on one backend, as another project would run it."""
     install(session, backend)
     session.run("python", "-m", "scree_conformance", "--backend", backend, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("backend", EACH)
+def floors(session: nox.Session, backend: str) -> None:
+    """Run the conformance suite with the lowest versions that `pyproject.toml` accepts."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    strict = [name for name in extras["test"] if name.startswith("array-api-strict")]
+    accepted = project["dependencies"] + {"array_api_strict": strict, **extras}.get(backend, [])
+    lowest = [requirement.replace(">=", "==") for requirement in accepted]
+    session.install("-e", ".", "-e", "conformance", *lowest)
+    session.run("scree", "conformance", "--backend", backend, *session.posargs)
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("backend", EACH)
+def newest(session: nox.Session, backend: str) -> None:
+    """Run the conformance suite with the newest versions of the libraries on every Python."""
+    extra = f"[{backend}]" if backend in ("torch", "jax", "mlx") else ""
+    strict = ["array-api-strict"] if backend == "array_api_strict" else []
+    session.install("--upgrade", "-e", f".{extra}", "-e", "conformance", *strict)
+    session.run("scree", "conformance", "--backend", backend, *session.posargs)
 
 
 @nox.session

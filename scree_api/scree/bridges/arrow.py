@@ -72,7 +72,8 @@ def from_arrow(column: Any) -> Array:
             "there is one ragged axis"
         )
     flat = values.to_numpy(zero_copy_only=not is_boolean)
-    return Array(flat.reshape(-1, *sizes), offsets - offsets[0] if offsets[0] else offsets)
+    total = int(offsets[-1] - offsets[0])
+    return Array(flat.reshape(total, *sizes), offsets - offsets[0] if offsets[0] else offsets)
 
 
 def to_arrow(arr: Array) -> Any:

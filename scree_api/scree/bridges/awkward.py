@@ -11,7 +11,7 @@ import awkward as ak
 import numpy as np
 
 from ..array import Array
-from .dlpack import on_host
+from .dlpack import check_byte_order, on_host
 
 
 def from_awkward(array: Any) -> Array:
@@ -102,6 +102,7 @@ def to_awkward(arr: Array) -> Any:
     [[0, 1], [], [2]]
     """
     arr = on_host(arr)
+    check_byte_order(arr.values)
     return ak.Array(
         ak.contents.ListOffsetArray(ak.index.Index(arr.offsets), ak.contents.NumpyArray(arr.values))
     )

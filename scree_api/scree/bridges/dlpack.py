@@ -153,6 +153,15 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+def check_byte_order(values: np.ndarray) -> None:
+    """Raise if a NumPy array has the byte order of another machine, which other libraries refuse."""
+    if not values.dtype.isnative:
+        raise TypeError(
+            f"values: expected native byte order, got {values.dtype.str}; "
+            'use arr.with_values(arr.values.astype(arr.dtype.newbyteorder("=")))'
+        )
+
+
 def _from_dlpack(lib: Backend, x: Any) -> Any:
     """Return a dense array in another library; copies only if the library requires it."""
     if x.__dlpack_device__()[0] != _DLPACK_CPU and lib.name not in DEVICE_LIBRARIES:
@@ -162,6 +171,8 @@ def _from_dlpack(lib: Backend, x: Any) -> Any:
         return lib.xp.asarray(np.from_dlpack(x))
     if is_host and backend(x).name not in ("torch", "jax", "mlx", "numpy"):
         x = np.from_dlpack(x)  # a view, whose strides are known
+    if isinstance(x, np.ndarray):
+        check_byte_order(x)
     if isinstance(x, np.ndarray) and (min(x.strides, default=0) < 0 or not x.flags.writeable):
         x = np.array(x, order="C")  # DLPack supports neither negative strides nor read-only memory
     try:

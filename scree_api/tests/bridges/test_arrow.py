@@ -175,3 +175,16 @@ def test_collate_of_arrow_tables() -> None:
         batch = scree.data.collate(samples)
         assert batch["ids"].tolist() == [[1, 2], [], [3]]
         assert batch["label"].tolist() == [0.5, 1.5, 2.5]
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 2), (2, 0)])
+@pytest.mark.parametrize("rows", [[], [[]], [[], []], [[[]] * 3, [[]]]])
+def test_from_arrow_lists_of_size_zero_keep_their_tokens(sizes: tuple, rows: list) -> None:
+    if rows and rows[0] and sizes != (0,):
+        return  # an element of several axes has another nesting
+    dtype = pa.float32()
+    for size in reversed(sizes):
+        dtype = pa.list_(dtype, size)
+    arr = from_arrow(pa.array(rows, type=pa.list_(dtype)))
+    assert arr.shape == (len(rows), None, *sizes)
+    np.testing.assert_array_equal(arr.lengths, [len(row) for row in rows])

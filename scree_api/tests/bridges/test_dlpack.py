@@ -1,5 +1,6 @@
 """Conversion between libraries: no change, no narrowing, and shared memory where possible."""
 
+import sys
 from importlib.util import find_spec
 from itertools import permutations
 
@@ -146,6 +147,16 @@ def test_to_backend_shares_device_memory(source: str, target: str, dtype: str) -
     assert_same(
         converted.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu")
     )
+
+
+@pytest.mark.parametrize("library", [name for name in INSTALLED if name != "numpy"])
+def test_to_backend_of_another_byte_order_says_how_to_convert(library: str) -> None:
+    order = ">" if sys.byteorder == "little" else "<"
+    arr = scree.from_lengths(np.arange(3, dtype=f"{order}f4"), [2, 1])
+    with pytest.raises(TypeError, match="values: expected native byte order"):
+        to_backend(arr, library)
+    native = arr.with_values(arr.values.astype(arr.dtype.newbyteorder("=")))
+    assert to_numpy(to_backend(native, library)).tolist() == [[0, 1], [2]]
 
 
 @pytest.mark.gpu
