@@ -6,6 +6,7 @@ The oracle is a plain list of rows, for keys of every form.
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,38 @@ def test_updates(data: st.DataObject, op: str, scalar: bool) -> None:
         got.layout is arr.layout and got.values.shape == arr.values.shape and got.dtype == arr.dtype
     )
     assert np.array_equal(got.values.ravel(), expected)
+
+
+@quick
+@given(st.data(), st.sampled_from(["set", *UPDATES]), st.booleans())
+def test_updates_of_masked_entries_leave_the_others(
+    data: st.DataObject, op: str, per_token: bool
+) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 4), max_size=4))
+    arr = scree.from_lengths(np.arange(sum(lengths) * 2).reshape(-1, 2), lengths)
+    shape = arr.values.shape[: 1 if per_token else 2]
+    size = math.prod(shape)
+    mask = np.asarray(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool)
+    mask = mask.reshape(shape)
+    got = getattr(scree.at(arr)[arr.with_values(mask)], op)(7)
+    expected = arr.values.copy()
+    expected[mask] = 7 if op == "set" else UPDATES[op](expected[mask], 7)
+    np.testing.assert_array_equal(got.values, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch", "jax")])
+def test_updates_of_masked_entries_compile(name: str) -> None:
+    lib = load(name)
+
+    def step(values: Any, offsets: Any) -> Any:
+        x = scree.from_offsets(values, offsets)
+        return scree.at(x)[x < 2].set(9.0).values
+
+    if name == "torch":
+        step = importlib.import_module("torch").compile(step, backend="eager", fullgraph=True)
+    else:
+        step = importlib.import_module("jax").jit(step)
+    assert np.asarray(step(lib.f(4), lib.i([0, 1, 4]))).tolist() == [9, 9, 2, 3]
 
 
 def test_updates_take_ragged_values() -> None:

@@ -93,6 +93,19 @@ def ragged_calls(x: scree.Array, depthwise: Any) -> dict[str, Callable[[], Any]]
     return calls
 
 
+def selecting_calls(x: scree.Array) -> dict[str, Callable[[], Any]]:
+    """Return calls that select tokens or entries of each row."""
+    xp = scree.namespace(x)
+    positions = xp.zeros_like(x, dtype=xp.int32)
+    return {
+        "topk": lambda: scree.topk(x, 3)[0],
+        "take_along_axis": lambda: xp.take_along_axis(x, positions, axis=1),
+        "at, first tokens": lambda: x.at[:, :1].add(1),
+        "at, an element": lambda: x.at[..., 0].set(1),
+        "at, masked entries": lambda: x.at[x > 0].set(0),
+    }
+
+
 PEAKS = {"numpy": traced_peak, "torch": storage_peak}
 
 
@@ -114,6 +127,7 @@ def test_row_functions_of_short_rows_need_little_memory(
     x = scree.from_lengths(values, lengths)
     xp = scree.namespace(x)
     calls = {name: lambda name=name: getattr(xp, name)(x, axis=1) for name in ROW_FUNCTIONS}
+    calls |= selecting_calls(x)
     if dtype == "float32":
         calls |= ragged_calls(x, depthwise)
     peaks = {name: PEAKS[library](call) for name, call in calls.items()}

@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
     "first tokens*": lambda xp, x: x[:, :1],
     "some rows*": lambda xp, e: (e[1:3], e[[2, 0]]),
     "a mask*": lambda xp, x: x[x > 0],
-    "update*": lambda xp, x: scree.at(x)[x > 0].add(1.0),
+    "update": lambda xp, x: scree.at(x)[x > 0].add(1.0),
     "softmax": lambda xp, x: (scree.softmax(x), scree.log_softmax(x), scree.logsumexp(x)),
     "softmax of elements": lambda xp, e: (scree.softmax(e, axis=-1), scree.log_softmax(e, axis=2), scree.logsumexp(e, axis=2)),
     "shift": lambda xp, x, e, t: (scree.shift(x, 1), scree.shift(e, -2, fill_value=7), scree.shift(t, 0)),

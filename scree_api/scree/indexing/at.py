@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .. import checks
 from ..array import Array, At
+from ..backends import is_array
 from ..broadcasting import (
     accumulation_dtype,
     as_values,
@@ -13,10 +15,12 @@ from ..broadcasting import (
     check_ragged,
     check_shared_layout,
     is_broadcastable,
+    mask_tail,
+    with_values_like,
 )
 from ..layout import Layout, index_dtype
-from ..ops.segment import segment_reduce, sort_by_id
-from .getitem import getitem
+from ..ops.segment import append_axes, segment_reduce, sort_by_id
+from .getitem import check_mask, getitem
 
 
 def at(arr: Array) -> At:
@@ -26,7 +30,8 @@ def at(arr: Array) -> At:
 
     `key` is any index of `arr`. The updates are ``set``, ``add``, ``multiply``, ``min`` and
     ``max``. An entry that is selected more than once receives all its values; `set` keeps the last.
-    Where the offsets are not read for free, a row that is too short for ``[:, i]`` stays unchanged.
+    An update of masked entries with one number reads nothing, so it works under every trace. Where
+    the offsets are not read for free, a row that is too short for ``[:, i]`` stays unchanged.
 
     Parameters
     ----------
@@ -57,32 +62,65 @@ def at(arr: Array) -> At:
 
 def update(arr: Array, key: Any, op: str, value: Any) -> Array:
     """Return the array with the selected entries combined with `value`."""
-    layout = arr.layout
-    xp, size = layout.xp, arr.size
-    # The index selects from the numbers of all entries; `size` marks a row that is too short.
+    layout, shape = arr.layout, arr.values.shape
+    xp = layout.xp
+    if isinstance(key, Array) and xp.isdtype(key.dtype, "bool") and _is_scalar(value):
+        return _update_masked(arr, key, op, value)
+    # The index selects from the numbers of all tokens or entries; `size` marks a row that is too
+    # short.
+    axes = 1 if _selects_tokens(arr, key) else len(shape)
+    size, element = math.prod(shape[:axes]), shape[axes:]
     dtype = index_dtype(xp, size, layout.offsets)
-    numbers = xp.reshape(xp.arange(size, dtype=dtype, device=layout.device), arr.values.shape)
+    numbers = xp.reshape(xp.arange(size, dtype=dtype, device=layout.device), shape[:axes])
     selected = getitem(arr.with_values(numbers), key, fill_value=size)
     index = as_values(selected)
-    value = _check_value(arr, value, selected)
-    value = xp.reshape(xp.broadcast_to(value, index.shape), (-1,))
-    if 0 in (size, value.shape[0]):
+    entries = append_axes(xp, index, index.ndim + len(element))
+    entries = xp.broadcast_to(entries, (*index.shape, *element))
+    value = _check_value(arr, value, with_values_like(selected, entries))
+    count = math.prod(index.shape)
+    value = xp.reshape(xp.broadcast_to(value, entries.shape), (count, *element))
+    if 0 in (*shape, *value.shape):
         return arr
-    flat = xp.reshape(arr.values, (-1,))
+    old = xp.reshape(arr.values, (size, *element))
     order, bounds = sort_by_id(xp, xp.reshape(index, (-1,)), size, layout.device)
-    # Row i holds the values for entry i.
-    updates = Layout(layout.backend, bounds, int(value.shape[0]))
-    value = xp.take(value, order)
+    # Row i holds the values for token or entry i.
+    updates = Layout(layout.backend, bounds, count)
+    value = xp.take(value, order, axis=0)
     if op == "set":
-        last = xp.take(value, updates.clip(bounds[1:] - 1))
-        flat = xp.where(updates.nonempty, last, flat)
+        new = xp.take(value, updates.clip(bounds[1:] - 1), axis=0)
     else:
-        wide = accumulation_dtype(xp, arr.dtype)
-        combined = segment_reduce(op, value, updates, dtype=wide)
-        combined = getattr(xp, COMBINE[op])(xp.astype(flat, wide, copy=False), combined)
-        # An entry without a value stays: -0.0 + 0.0 is 0.0.
-        flat = xp.where(updates.nonempty, xp.astype(combined, arr.dtype, copy=False), flat)
-    return arr.with_values(xp.reshape(flat, arr.values.shape))
+        reduced = segment_reduce(op, value, updates, dtype=accumulation_dtype(xp, arr.dtype))
+        new = _combine(xp, op, old, reduced)
+    # An entry without a value stays: -0.0 + 0.0 is 0.0.
+    new = xp.where(append_axes(xp, updates.nonempty, old.ndim), new, old)
+    return arr.with_values(xp.reshape(new, shape))
+
+
+def _selects_tokens(arr: Array, key: Any) -> bool:
+    """Return whether an index has keys for the rows and the tokens alone, not for elements."""
+    if isinstance(key, Array):
+        return key.ndim == 2
+    keys = key if isinstance(key, tuple) else (key,)
+    return not arr.ragged_dim and len(keys) <= 2 and not any(k is None or k is ... for k in keys)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, checks.NUMBERS) or (is_array(value) and value.ndim == 0)
+
+
+def _update_masked(arr: Array, mask: Array, op: str, value: Any) -> Array:
+    """Return the array with one number combined with the entries where the mask is True."""
+    check_mask(arr, mask)
+    xp, value = arr.layout.xp, _check_value(arr, value, arr)
+    new = value if op == "set" else _combine(xp, op, arr.values, value)
+    is_selected = append_axes(xp, mask_tail(mask, mask.values, False), arr.values.ndim)
+    return arr.with_values(xp.where(is_selected, new, arr.values))
+
+
+def _combine(xp: Any, op: str, old: Any, value: Any) -> Any:
+    wide = accumulation_dtype(xp, old.dtype)
+    old_wide, value = (xp.astype(x, wide, copy=False) for x in (old, value))
+    return xp.astype(getattr(xp, COMBINE[op])(old_wide, value), old.dtype, copy=False)
 
 
 def _check_value(arr: Array, value: Any, selected: Any) -> Any:

@@ -402,22 +402,28 @@ def _new_axes(arr: Array, keys: tuple[Any, ...], fill_value: Any) -> Any:
     return out
 
 
-def _mask(arr: Array, mask: Array) -> Array:
-    """Return the tokens, or elements, of each row where the mask is True. Reads the mask."""
+def check_mask(arr: Array, mask: Array) -> None:
+    """Raise unless the axes of a ragged mask are the first axes of `arr`."""
+    checks.check_dense("index", mask.values, arr.values)
     expected = arr.values.shape[: mask.values.ndim]
     if mask.ndim > arr.ndim or arr.ragged_dim or mask.ragged_dim or mask.values.shape != expected:
         raise IndexError(
             f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}"
         )
+    if has_same_rows(mask.layout, arr.layout) is False:
+        raise IndexError("index: expected a mask with the rows of the array, got other lengths")
+
+
+def _mask(arr: Array, mask: Array) -> Array:
+    """Return the tokens, or elements, of each row where the mask is True. Reads the mask."""
     mask.layout.read_offsets()
     layout, lib, offsets = arr.layout, arr.layout.backend, arr.layout.read_offsets()
-    if not has_same_rows(mask.layout, layout):
-        raise IndexError("index: expected a mask with the rows of the array, got other lengths")
+    check_mask(arr, mask)
     chosen = lib.read(mask.values)[: offsets[-1]]  # without the tail
     per_token = chosen.sum(axis=tuple(range(1, chosen.ndim)))
     lengths = np.diff(host_offsets_of(per_token)[offsets])
     new = Layout.from_host_lengths(lib, lengths, like=arr.offsets)
-    size = math.prod(expected)
+    size = math.prod(mask.values.shape)
     flat = layout.xp.reshape(arr.values, (size, *arr.values.shape[mask.values.ndim :]))
     index = layout.to_index(np.flatnonzero(chosen), size)
     return Array.from_layout(layout.xp.take(flat, index, axis=0), new)
@@ -430,8 +436,10 @@ def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> 
     """
     layout, xp = arr.layout, arr.layout.xp
     start, length = (expand_to_tokens(index, x) for x in index.layout.starts_and_lengths(layout))
+    is_outside, mask = (positions < -length) | (positions >= length), index.layout.token_mask
+    # The offsets may have a narrower dtype, which takes less memory.
+    positions = xp.astype(positions, layout.offsets.dtype, copy=False)
     positions = xp.where(positions < 0, positions + length, positions)
-    is_outside, mask = (positions < 0) | (positions >= length), index.layout.token_mask
     is_outside = is_outside if mask is None else is_outside & expand_to_tokens(index, mask)
     if layout.backend.peek(xp.any(is_outside)):  # None if the answer would have to wait
         raise IndexError(
