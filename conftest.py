@@ -50,6 +50,7 @@ collect_ignore_glob = [
     "noxfile.py",
     "scree_api/scree/backends/*",
     "scree_api/scree/xp/*",
+    "scree_api/tests/typing/*",  # read by type checkers
 ]
 
 
