@@ -156,6 +156,31 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def browser(session: nox.Session) -> None:
+    """Build the documentation and open every page in Chromium, Debian's package `chromium`.
+
+    `browser -- --pictures FOLDER` also writes pictures of some pages.
+    """
+    session.install("-c", "constraints.txt", "-e", ".[docs,test,torch,jax,mlx]", *PARTS)
+    session.install("playwright>=1.50")
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("python", "docs/check_site.py", *session.posargs)
+
+
+@nox.session
+def publish(session: nox.Session) -> None:
+    """Write the documentation of this version into the branch `gh-pages`, beside other versions.
+
+    The environment variable `SITE_URL` is the address of the site.
+    """
+    session.install("-e", ".[docs]", "-e", "conformance", "mike>=2.1")
+    version = session.run("scree", "--version", silent=True).split()[-1]
+    env = {"NO_MKDOCS_2_WARNING": "1", "DOCS_VERSIONS": "mike"}
+    session.run("mike", "deploy", "--update-aliases", version, "latest", env=env)
+    session.run("mike", "set-default", "latest", env=env)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Run the demo from an ordinary install, as users do."""
     session.install(".[demo]")
