@@ -194,6 +194,16 @@ def test_first_call_of_a_process_compiles() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_matmul_of_a_tensor_and_a_ragged_array_raises_under_compile() -> None:
+    x = scree.from_lengths(torch.arange(8.0).reshape(4, 2), [1, 3])
+    w = torch.ones(2, 2)
+    with pytest.raises(TypeError, match="matmul: expected a ragged array"):
+        _ = w @ x
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="matmul: expected a ragged array"):
+        compiled(lambda w, x: (w @ x).values)(w, x)
+    assert torch.equal(compiled(lambda w, x: (x @ w).values)(w, x), (x @ w).values)
+
+
 def test_operators_between_ragged_arrays_and_tensors_compile() -> None:
     def f(v: torch.Tensor, n: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
         x, i = scree.from_cu_seqlens(v, offsets), scree.from_cu_seqlens(n, offsets)

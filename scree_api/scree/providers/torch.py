@@ -3,6 +3,8 @@
 The kernels are `torch.segment_reduce` and `torch.split_with_sizes`.
 """
 
+import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,19 +40,15 @@ TENSOR_METHODS = {
     "__or__": ("bitwise_or", False), "bitwise_or": ("bitwise_or", False), "__xor__": ("bitwise_xor", False),
     "bitwise_xor": ("bitwise_xor", False), "__lshift__": ("bitwise_left_shift", False),
     "__rlshift__": ("bitwise_left_shift", True), "__rshift__": ("bitwise_right_shift", False),
-    "__rrshift__": ("bitwise_right_shift", True), "matmul": ("matmul", True),
+    "__rrshift__": ("bitwise_right_shift", True), "matmul": ("matmul", False), "__rmatmul__": ("matmul", True),
 }  # fmt: skip
 
 
-def _torch_function(
-    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-) -> Any:
+def _torch_function(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Compute an operator between a tensor and a ragged array, the tensor first.
 
     Python calls the reflected method of `Array` itself; Dynamo calls this function. Dynamo swaps
-    the arguments where the tensor is second, and passes the reflected method. For ``matmul`` it
-    passes the same method in both cases. A tensor times a ragged array is not defined, so the
-    arguments of ``matmul`` are the swapped ones.
+    the arguments where the tensor is second, and passes the reflected method.
     """
     method = TENSOR_METHODS.get(func.__name__)
     if method is None:
@@ -65,7 +63,22 @@ def _torch_function(
     return function(args[1], args[0]) if is_swapped else function(args[0], args[1])
 
 
-Array.__torch_function__ = classmethod(_torch_function)  # type: ignore[attr-defined]
+class _TorchFunction:
+    """The attribute `Array.__torch_function__`, which Dynamo reads before it traces an operator.
+
+    Dynamo's table of reflected operators lacks ``matmul``: it passes the same method for ``arr @ w``
+    and ``w @ arr``. The table is completed here, as importing Dynamo takes seconds.
+    """
+
+    def __get__(self, arr: Any, cls: type) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            dynamo = sys.modules.get("torch._dynamo.variables.builtin")
+            table = getattr(dynamo, "BUILTIN_TO_TENSOR_RFN_MAP", {})
+            table.setdefault(operator.matmul, torch.Tensor.__rmatmul__)
+        return _torch_function
+
+
+Array.__torch_function__ = _TorchFunction()  # type: ignore[attr-defined]
 
 
 def _rejects_reduction(call: SegmentCall) -> str | None:
