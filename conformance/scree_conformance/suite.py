@@ -9,13 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from zlib import crc32
 
-from . import dense, extension, laws, ordering, products, reshaping, standard, structure, transforms
+from . import (
+    dense,
+    extension,
+    laws,
+    ordering,
+    paged,
+    products,
+    reshaping,
+    standard,
+    structure,
+    transforms,
+)
 from .backends import Library
 from .layouts import FEW
 from .table import OPERATIONS, Case
 
 #: Each module adds its operations to the table when it is imported.
-MODULES = (standard, reshaping, ordering, products, extension, structure, transforms, dense, laws)
+MODULES = (
+    *(standard, reshaping, ordering, products, extension, paged, structure, transforms, dense),
+    laws,
+)
 
 
 def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from .data.bucket import bucket
     from .explanation import explain
     from .io import load, save
+    from .page_pool import PagePool
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Array",
     "Namespace",
+    "PagePool",
     "at",
     "bridges",
     "bucket",
@@ -43,6 +45,7 @@ __all__ += ragged.__all__
 
 #: Names that few programs need -> the module that is imported on first use.
 _LAZY = {
+    "PagePool": "page_pool",
     "bucket": "data.bucket",
     "data": "data",
     "explain": "explanation",

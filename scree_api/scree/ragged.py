@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
 from .hints import missing_from_operations
 from .ops.activations import erf, gelu, relu, silu
+from .ops.append_paged import append_paged
 from .ops.attention import attention
 from .ops.broadcast_rows import broadcast_rows
 from .ops.conv1d import conv1d
@@ -15,8 +16,11 @@ from .ops.cross_entropy import cross_entropy, linear_cross_entropy
 from .ops.dropout import dropout
 from .ops.gather_scatter import gather, group, scatter, scatter_add
 from .ops.layout_queries import align, positions, same_layout, segment_ids
+from .ops.merge_attention import merge_attention
 from .ops.norms import layer_norm, rms_norm
 from .ops.padding import from_padded, to_padded
+from .ops.paged_attention import paged_attention
+from .ops.pages import validate_pages
 from .ops.rope import rope
 from .ops.shift import shift
 from .ops.softmax import log_softmax, logsumexp, softmax
@@ -26,6 +30,7 @@ from .ops.topk import topk
 
 __all__ = [
     "align",
+    "append_paged",
     "attention",
     "broadcast_rows",
     "conv1d",
@@ -44,7 +49,9 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "merge_attention",
     "pack",
+    "paged_attention",
     "positions",
     "relu",
     "rms_norm",
@@ -61,6 +68,7 @@ __all__ = [
     "to_padded",
     "topk",
     "unpack",
+    "validate_pages",
 ]
 
 if not TYPE_CHECKING:  # a type checker would accept every name

@@ -31,6 +31,7 @@ class Ragged:
     """The type of `xp.ragged`: the operations that the standard lacks."""
 
     align = staticmethod(_ragged.align)
+    append_paged = staticmethod(_ragged.append_paged)
     attention = staticmethod(_ragged.attention)
     broadcast_rows = staticmethod(_ragged.broadcast_rows)
     conv1d = staticmethod(_ragged.conv1d)
@@ -49,7 +50,9 @@ class Ragged:
     linear_cross_entropy = staticmethod(_ragged.linear_cross_entropy)
     log_softmax = staticmethod(_ragged.log_softmax)
     logsumexp = staticmethod(_ragged.logsumexp)
+    merge_attention = staticmethod(_ragged.merge_attention)
     pack = staticmethod(_ragged.pack)
+    paged_attention = staticmethod(_ragged.paged_attention)
     positions = staticmethod(_ragged.positions)
     relu = staticmethod(_ragged.relu)
     rms_norm = staticmethod(_ragged.rms_norm)
@@ -66,6 +69,7 @@ class Ragged:
     to_padded = staticmethod(_ragged.to_padded)
     topk = staticmethod(_ragged.topk)
     unpack = staticmethod(_ragged.unpack)
+    validate_pages = staticmethod(_ragged.validate_pages)
 
 
 class Linalg(Protocol):

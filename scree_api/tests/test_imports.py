@@ -46,7 +46,7 @@ broadcasting display dispatch
 construct indexing ops functions ragged standard
 providers
 namespace
-explanation bridges data io xp
+explanation bridges data io page_pool xp
 __init__
 demo __main__
 """

@@ -92,6 +92,10 @@ class Backend:
     split
         ``split(x, sizes, axis)`` returns the parts of an array along an axis as views. None where
         operations are compiled for every shape, or run later.
+    write
+        ``write(x, index, values)`` returns `x` with ``x[index] = values``, for a tuple of integer
+        arrays: the same memory where the library writes in place, a new array elsewhere. None where
+        the library has no such function.
     erf
         ``erf(x)`` is the error function of float32 and wider dtypes. None where the library has
         none, or an inaccurate one.
@@ -120,6 +124,7 @@ class Backend:
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
     take_aligned: Callable[[Any, int, Any], Any] | None = None
     split: Callable[[Any, list[int], int], Any] | None = None
+    write: Callable[[Any, tuple[Any, ...], Any], Any] | None = None
     erf: Callable[[Any], Any] | None = None
     activations: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     make_guard: Callable[[list[Any]], Callable[..., bool] | None] | None = None

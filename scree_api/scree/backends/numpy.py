@@ -32,6 +32,11 @@ def _split(x: np.ndarray, sizes: list[int], axis: int) -> list[np.ndarray]:
     return np.split(x, np.cumsum(sizes[:-1]), axis=axis)
 
 
+def _write(x: np.ndarray, index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:
+    x[index] = values
+    return x
+
+
 BACKEND = Backend(
     "numpy",
     xp,
@@ -42,4 +47,5 @@ BACKEND = Backend(
     uniform=_uniform,
     to_device=_to_device,
     split=_split,
+    write=_write,
 )

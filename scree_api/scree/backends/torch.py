@@ -143,6 +143,11 @@ def _capture_id(stream: int) -> Hashable:
     return number.value if is_known else object()
 
 
+def _write(x: torch.Tensor, index: tuple[torch.Tensor, ...], values: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.index_put_(index, values)
+
+
 def _metadata(x: Any) -> tuple[Any, ...]:
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
@@ -195,6 +200,7 @@ BACKEND = Backend(
     to_device=lambda x, device: x.to(device),
     # One node of the graph, so the backward pass makes one array.
     split=torch.split,
+    write=_write,
     erf=torch.special.erf,
     activations={
         "relu": torch.relu,

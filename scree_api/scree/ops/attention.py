@@ -83,12 +83,12 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
-        _check_heads("q", q)
+        check_heads("q", q)
         if k is not q:
-            _check_heads("k", k)
+            check_heads("k", k)
             _check_like_q("k", k, q)
         if v is not k and v is not q:
-            _check_heads("v", v)
+            check_heads("v", v)
             _check_like_q("v", v, q)
         checks.check_floating("q", q.values)
         if k.offsets.shape != q.offsets.shape:
@@ -136,7 +136,7 @@ class AttentionCall:
         return int(self.q.values.shape[2])
 
 
-def _check_heads(name: str, x: Any) -> None:
+def check_heads(name: str, x: Any) -> None:
     """Raise unless `x` is ragged with values (total, num_heads, head_dim)."""
     values = check_ragged(name, x).values
     if values.ndim != 3 or x.ragged_dim != 0:
@@ -279,11 +279,11 @@ def attention(
     call = AttentionCall(**arrays, **{**options, "return_lse": True})
     check_per_head("sinks", sinks, q)
     out, lse = _attention.run_call(call, kernel)
-    out, lse = _apply_sinks(out, lse, sinks)
+    out, lse = apply_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
-def _apply_sinks(out: Array, lse: Array, sinks: Any) -> tuple[Array, Array]:
+def apply_sinks(out: Array, lse: Array, sinks: Any) -> tuple[Array, Array]:
     """Add the sinks to the softmax and to the log-sum-exp."""
     xp, wide = lse.layout.xp, lse.dtype
     sinks = xp.broadcast_to(xp.astype(sinks, wide, copy=False), lse.values.shape)

@@ -34,6 +34,12 @@ def _gelu(x: mx.array) -> mx.array:
     return (wide * (0.5 + 0.5 * mx.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
+def _write(x: mx.array, index: tuple[mx.array, ...], values: mx.array) -> mx.array:
+    x = mx.array(x)  # a new handle: an assignment changes what `x` refers to
+    x[index] = values
+    return x
+
+
 BACKEND = Backend(
     "mlx",
     xp,
@@ -43,5 +49,6 @@ BACKEND = Backend(
     to_device=xp.to_device,
     uniform=_uniform,
     checkpoint=mx.checkpoint,
+    write=_write,
     activations={"gelu": _gelu},
 )

@@ -1,0 +1,208 @@
+"""New tokens written to a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import checks
+from ..array import Array
+from ..broadcasting import check_same_rows
+from ..dispatch.operation import define_operation
+from .attention import check_heads
+from .gather_scatter import scatter
+from .pages import as_page_table, check_cache, check_pages_if_free
+from .rope import rope as apply_rope
+from .segment import append_axes
+
+__all__ = ["append_paged"]
+
+ROPE_OPTIONS = ("theta", "interleaved")
+
+
+@dataclass(frozen=True, slots=True)
+class AppendPagedCall:
+    """A validated call of `append_paged`.
+
+    Attributes
+    ----------
+    k_pages, v_pages, k, v, kv_lengths, q
+        See `append_paged`.
+    page_table
+        (n, None) ragged page numbers.
+    rope
+        None, or the options of `rope`.
+    """
+
+    k_pages: Any
+    v_pages: Any
+    k: Array
+    v: Array
+    page_table: Any
+    kv_lengths: Any
+    q: Array | None = None
+    rope: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        k, v = self.k, self.v
+        check_heads("k", k)
+        check_heads("v", v)
+        check_same_rows("v", k, v)
+        for name, pages, x in (("k_pages", self.k_pages, k), ("v_pages", self.v_pages, v)):
+            check_cache(name, pages, x.values)
+            checks.check_same_dtype(name[0], x, pages, name)
+            if tuple(pages.shape[2:]) != tuple(x.values.shape[1:]):
+                raise ValueError(
+                    f"{name[0]}: expected tokens of shape {tuple(pages.shape[2:])} as {name}, got {tuple(x.values.shape[1:])}"
+                )
+            if getattr(pages, "requires_grad", False):
+                raise ValueError(
+                    f"{name}: expected a cache without gradient, as it is written in place; use {name}.detach()"
+                )
+        if tuple(self.v_pages.shape[:2]) != tuple(self.k_pages.shape[:2]):
+            raise ValueError(
+                f"v_pages: expected {tuple(self.k_pages.shape[:2])} pages and tokens as k_pages, "
+                f"got {tuple(self.v_pages.shape[:2])}"
+            )
+        table = as_page_table(self.page_table, self.kv_lengths)
+        checks.check_dense("page_table", table.values, k.values)
+        if table.batch_size != k.batch_size:
+            raise ValueError(
+                f"page_table: expected {k.batch_size} rows as k, got {table.batch_size}"
+            )
+        num_pages, size = (int(n) for n in self.k_pages.shape[:2])
+        lengths = check_pages_if_free(table, self.kv_lengths, num_pages, size)
+        if lengths is not None and k.layout.host_offsets is not None:
+            long = np.flatnonzero(np.diff(k.layout.host_offsets) > lengths)
+            if long.size:
+                raise ValueError(
+                    f"kv_lengths: expected lengths that count the new tokens, got {lengths[long[0]]} for row {long[0]}"
+                )
+        if self.rope is not None:
+            if not isinstance(self.rope, Mapping) or not {*self.rope} <= {*ROPE_OPTIONS}:
+                raise TypeError(
+                    f"rope: expected a dictionary with some of the keys {ROPE_OPTIONS}, got {self.rope!r}"
+                )
+        elif self.q is not None:
+            raise TypeError("q: expected None without rope, which rotates q; got an array")
+        if self.q is not None:
+            check_heads("q", self.q)
+            check_same_rows("q", k, self.q)
+        object.__setattr__(self, "page_table", table)
+
+
+def append_paged(
+    k_pages: Any,
+    v_pages: Any,
+    k: Array,
+    v: Array,
+    page_table: Any,
+    kv_lengths: Any,
+    *,
+    q: Array | None = None,
+    rope: Mapping[str, Any] | None = None,
+    kernel: str | None = None,
+) -> tuple[Any, ...]:
+    """Write new keys and values to the ends of the rows of a paged cache.
+
+    Row i of `k` and `v` goes to the positions ``kv_lengths[i] - length`` to ``kv_lengths[i] - 1``.
+    Pass the same `kv_lengths` to the `paged_attention` that follows. Use the returned caches: they
+    are the same memory, written in place, on NumPy and PyTorch, and new arrays elsewhere.
+
+    Parameters
+    ----------
+    k_pages, v_pages
+        Caches (num_pages, page_size, num_kv_heads, head_dim) and (num_pages, page_size,
+        num_kv_heads, value_dim), with any strides.
+    k, v
+        New tokens (n, None, num_kv_heads, head_dim) and (n, None, num_kv_heads, value_dim), on one
+        layout, in the dtype of the caches.
+    page_table
+        Pages of each row in order: (n, None) ragged or (n, width) dense integers. No two positions
+        of the batch may share a place that is written; see `PagePool` for sharing.
+    kv_lengths
+        (n,) integers: tokens per row after this call.
+    q
+        Queries with the rows of `k`, rotated together with the keys; only with `rope`.
+    rope
+        None, or options of `rope`, ``{"theta": 10000.0, "interleaved": False}``: the keys, and `q`,
+        are rotated by their positions in the cache.
+    kernel
+        The provider that must run the call; by default the first kernel that accepts.
+
+    Returns
+    -------
+    k_pages, v_pages or k_pages, v_pages, q
+        The caches, and the rotated queries if `q` was given.
+
+    Raises
+    ------
+    TypeError
+        If `k` or `v` is not a ragged array, or dtypes do not fit.
+    ValueError
+        If shapes do not fit, or a cache requires a gradient. Where reading is free, also if a page
+        does not exist or a row has too few pages. Nothing is written then.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> k_pages, v_pages = np.zeros((4, 2, 1, 1)), np.zeros((4, 2, 1, 1))
+    >>> new = scree.from_lengths(np.asarray([1.0, 2.0, 3.0]).reshape(3, 1, 1), [2, 1])
+    >>> table = scree.from_lists([[3, 0], [1]])
+    >>> k_pages, v_pages = scree.append_paged(k_pages, v_pages, new, new, table, np.asarray([3, 1]))
+    >>> k_pages[:, :, 0, 0]  # row 0 had one token before
+    array([[2., 0.],
+           [3., 0.],
+           [0., 0.],
+           [0., 1.]])
+    """
+    call = AppendPagedCall(k_pages, v_pages, k, v, page_table, kv_lengths, q, rope)
+    return _append_paged.run_call(call, kernel)  # type: ignore[no-any-return]
+
+
+@define_operation("append_paged", AppendPagedCall)
+def _append_paged(call: AppendPagedCall) -> tuple[Any, ...]:
+    k, layout, table = call.k, call.k.layout, call.page_table
+    xp, size = layout.xp, int(call.k_pages.shape[1])
+    start = xp.astype(call.kv_lengths, layout.offsets.dtype, copy=False) - layout.lengths
+    q = call.q
+    if call.rope is not None:
+        if q is None:
+            k = apply_rope(k, start=start, **call.rope)
+        else:
+            q, k = apply_rope(q, k, start=start, **call.rope)
+    if 0 not in (layout.total, table.total_length):
+        positions = layout.positions + layout.per_token(start)
+        entries = layout.per_token(table.offsets[:-1]) + positions // size
+        pages = xp.take(table.values, table.layout.clip(entries), axis=0)
+        caches = ((call.k_pages, k.values), (call.v_pages, call.v.values))
+        k_pages, v_pages = (_write(call, x, pages, positions % size, new) for x, new in caches)
+    else:
+        k_pages, v_pages = call.k_pages, call.v_pages
+    return (k_pages, v_pages) if q is None else (k_pages, v_pages, q)
+
+
+def _write(call: AppendPagedCall, cache: Any, pages: Any, places: Any, new: Any) -> Any:
+    """Return the cache with the new tokens at their pages and at their places in the pages."""
+    layout, mask = call.k.layout, call.k.layout.token_mask
+    xp, write = layout.xp, layout.backend.write
+    if mask is not None and write is not None:
+        # The tail writes the last token again, or, without tokens, what is there already.
+        token = xp.clip(layout.arange(layout.total), 0, xp.clip(layout.offsets[-1] - 1, 0, None))
+        pages, places, new = (xp.take(x, token, axis=0) for x in (pages, places, new))
+        pages = xp.where(layout.offsets[-1] > 0, pages, 0)
+        old = cache[pages, places]
+        new = xp.where(layout.offsets[-1] > 0, new, old)
+    if write is not None:
+        return write(cache, (pages, places), new)
+    num_pages, size = (int(n) for n in cache.shape[:2])
+    slots = call.k.with_values(pages * size + places)
+    tokens = scatter(call.k.with_values(new), slots, size=num_pages * size)
+    ones = call.k.with_values(xp.ones((layout.total,), dtype=xp.int32, device=layout.device))
+    is_written = scatter(ones, slots, size=num_pages * size) > 0
+    flat = xp.reshape(cache, tuple(tokens.shape))
+    flat = xp.where(append_axes(xp, is_written, flat.ndim), tokens, flat)
+    return xp.reshape(flat, tuple(cache.shape))

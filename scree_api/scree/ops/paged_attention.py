@@ -1,0 +1,333 @@
+"""Attention to the tokens of a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import checks
+from ..array import Array
+from ..broadcasting import accumulation_dtype, check_ragged
+from ..dispatch.operation import define_operation
+from ..indexing.getitem import select
+from ..layout import Layout
+from .attention import Window, apply_sinks, attention, check_heads, check_per_head, normalize_window
+from .merge_attention import merge_attention
+from .pages import as_page_table, check_cache, check_pages_if_free, gather_pages, token_layout
+
+__all__ = ["paged_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttentionCall:
+    """A validated call of `paged_attention`, without sinks and shared pages.
+
+    Attributes
+    ----------
+    q, k_pages, v_pages, kv_lengths
+        See `paged_attention`.
+    page_table
+        (n, None) ragged page numbers.
+    window, scale, softcap, alibi_slopes
+        See `AttentionCall`.
+    k_scale, v_scale
+        None, a number, or (num_kv_heads,).
+    split_size
+        Tokens per part of a row, or None.
+    return_lse
+        Whether the log-sum-exp is returned too.
+    """
+
+    q: Array
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
+    kv_lengths: Any
+    causal: bool = True
+    window: Any = None  # the constructor makes it (left, right)
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    split_size: int | None = None
+    return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        check_heads("q", self.q)
+        q, k, v = self.q.values, self.k_pages, self.v_pages
+        checks.check_floating("q", q)
+        for name, pages in (("k_pages", k), ("v_pages", v)):
+            check_cache(name, pages, q)
+            is_8_bit = "float8" in str(pages.dtype)
+            if pages.dtype != q.dtype and not is_8_bit:
+                raise TypeError(
+                    f"{name}: expected the dtype of q, {q.dtype}, or an 8-bit floating-point dtype, got {pages.dtype}"
+                )
+        if tuple(v.shape[:3]) != tuple(k.shape[:3]):
+            raise ValueError(
+                f"v_pages: expected shape {tuple(k.shape[:3])} and head_dim, as k_pages, got {tuple(v.shape)}"
+            )
+        num_pages, page_size, kv_heads, head_dim = (int(n) for n in k.shape)
+        if int(q.shape[2]) != head_dim:
+            raise ValueError(f"k_pages: expected head_dim {q.shape[2]} as q, got {head_dim}")
+        if q.shape[1] % kv_heads or not q.shape[1]:
+            raise ValueError(
+                f"q: expected a positive multiple of the {kv_heads} heads of k_pages, got {q.shape[1]}"
+            )
+        table = as_page_table(self.page_table, self.kv_lengths)
+        checks.check_dense("page_table", table.values, q)
+        if table.batch_size != self.q.batch_size:
+            raise ValueError(
+                f"page_table: expected {self.q.batch_size} rows as q, got {table.batch_size}"
+            )
+        causal = checks.check_flag("causal", self.causal)
+        lengths = check_pages_if_free(table, self.kv_lengths, num_pages, page_size)
+        if causal and lengths is not None and self.q.layout.host_offsets is not None:
+            long = np.flatnonzero(np.diff(self.q.layout.host_offsets) > lengths)
+            if long.size:
+                raise ValueError(
+                    f"kv_lengths: expected at least the queries of each row, as they are its last tokens, got {lengths[long[0]]} "
+                    f"for row {long[0]}; append their keys first"
+                )
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is not None and not isinstance(scale, checks.NUMBERS):
+                checks.check_dense(name, scale, q)
+                checks.check_shape(name, scale, (kv_heads,), "one number per head of the cache")
+        if self.alibi_slopes is not None:
+            check_per_head("alibi_slopes", self.alibi_slopes, self.q)
+        if self.split_size is not None:
+            checks.check_integer("split_size", self.split_size, 1)
+        checks.check_flag("return_lse", self.return_lse)
+        object.__setattr__(self, "page_table", table)
+        object.__setattr__(self, "window", normalize_window(self.window, causal))
+
+
+def paged_attention(
+    q: Array,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    kv_lengths: Any,
+    *,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    shared_pages: Sequence[tuple[Any, Any]] | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Any:
+    """Compute attention of queries to the tokens of a paged key-value cache.
+
+    A row of `q` has one token in decoding and many in a prefill; one call may hold both. The
+    queries are the last tokens of their row, so append their keys and values first, with
+    `append_paged`.
+
+    Parameters
+    ----------
+    q
+        Queries (n, None, num_heads, head_dim).
+    k_pages, v_pages
+        Caches (num_pages, page_size, num_kv_heads, head_dim) and (num_pages, page_size,
+        num_kv_heads, value_dim), with any strides, in the dtype of `q` or an 8-bit floating-point
+        dtype. num_heads is a multiple of num_kv_heads.
+    page_table
+        Pages of each row in order: (n, None) ragged or (n, width) dense integers. Entries after the
+        pages in use are never read and may have any value.
+    kv_lengths
+        (n,) integers: cached tokens per row, those of `q` included. A row without tokens gives 0.
+    causal, window, scale, softcap, alibi_slopes, sinks, return_lse
+        As in `attention`. The last query and the last key are aligned.
+    k_scale, v_scale
+        Factors of the cached keys and values: a number, or (num_kv_heads,) numbers.
+    shared_pages
+        Leading pages that rows have in common, so that a kernel reads them once for all rows: a
+        list of levels ``(groups, ends)``, outermost first. The groups of a level are consecutive
+        rows, given by (m + 1,) offsets. All rows of group j have equal pages up to ``ends[j]``,
+        which their first query follows. Not with `window` or `alibi_slopes`. The numbers are the
+        same as without it, up to rounding. Reads `groups` and `ends`.
+    split_size
+        Tokens of the parts into which a kernel cuts long rows. Then the bits of a row do not depend
+        on the other rows. By default a kernel chooses parts that fill the device.
+    kernel
+        The provider that must run the call; by default the first kernel that accepts.
+
+    Returns
+    -------
+    out or (out, lse)
+        (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads).
+
+    Raises
+    ------
+    TypeError
+        If `q` is not a ragged array, or dtypes do not fit.
+    ValueError
+        If shapes do not fit. Where reading is free, also if a page does not exist, a row has too
+        few pages, or more queries than cached tokens; elsewhere see `validate_pages`.
+
+    Notes
+    -----
+    The standard implementation copies the pages in use, and calls `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> pages = np.arange(8.0).reshape(4, 2, 1, 1)  # 4 pages of 2 tokens
+    >>> table = scree.from_lists([[3, 0], [1]])
+    >>> q = scree.from_lengths(np.zeros((2, 1, 1)), [1, 1])
+    >>> scree.paged_attention(q, pages, pages, table, np.asarray([3, 2])).values.ravel()  # means
+    array([4.33333333, 2.5       ])
+    """
+    arrays = {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": page_table,
+        "kv_lengths": kv_lengths,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    checks.check_flag("return_lse", return_lse)
+    needs_lse = return_lse or sinks is not None or shared_pages is not None
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "split_size": split_size,
+        "return_lse": needs_lse,
+    }
+    if not needs_lse:
+        return _paged_attention.run(arrays, options, kernel)
+    call = PagedAttentionCall(**arrays, **options)
+    if sinks is not None:
+        check_per_head("sinks", sinks, q)
+    if shared_pages is None:
+        out, lse = _paged_attention.run_call(call, kernel)
+    else:
+        out, lse = _attend_shared(call, shared_pages, kernel)
+    if sinks is not None:
+        out, lse = apply_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _attend_shared(call: PagedAttentionCall, levels: Any, kernel: str | None) -> tuple[Any, Any]:
+    """Attend to the shared pages of each level once per group, then to the other pages."""
+    if (call.window[0], call.alibi_slopes) != (None, None):
+        raise ValueError("shared_pages: expected no window and no alibi_slopes, got one of them")
+    q, table, size = call.q, call.page_table, int(call.k_pages.shape[1])
+    n, parts = q.batch_size, []
+    start = np.zeros(n, np.int64)  # pages of each row that the levels before cover
+    for groups, ends in levels:
+        groups, ends = (
+            checks.read_integers(f"shared_pages: {name}", x).astype(np.int64)
+            for name, x in (("groups", groups), ("ends", ends))
+        )
+        if groups.shape != (ends.size + 1,) or groups[0] or groups[-1] != n:
+            raise ValueError(
+                f"shared_pages: expected groups from 0 to {n}, one more than ends, got {groups} and {ends}"
+            )
+        sizes = np.diff(groups)
+        if sizes.min(initial=1) < 1:
+            raise ValueError(f"shared_pages: expected groups of at least one row, got {groups}")
+        first = groups[:-1]
+        counts = ends - start[first]
+        if counts.min(initial=0) < 0:
+            raise ValueError(f"shared_pages: expected ends that do not fall, got {ends}")
+        group_pages = _slice_table(table, first, start[first], counts)
+        queries = Array.from_layout(q.values, _join_rows(q.layout, groups))
+        arrays = (queries, call.k_pages, call.v_pages, group_pages)
+        out, lse = _attend(call, *arrays, group_pages.lengths * size, False, kernel)
+        parts.append((q.with_values(out.values), q.with_values(lse.values)))
+        start = np.repeat(ends, sizes)
+    rest = _slice_table(table, np.arange(n), start, None)
+    shared = q.layout.to_index(start * size)
+    lengths = call.kv_lengths - q.layout.xp.astype(shared, call.kv_lengths.dtype)
+    arrays = (q, call.k_pages, call.v_pages, rest)
+    parts.append(_attend(call, *arrays, lengths, call.window[1] == 0, kernel))
+    outputs, lses = zip(*parts, strict=True)
+    return merge_attention(outputs, lses)
+
+
+def _join_rows(layout: Layout, groups: np.ndarray) -> Layout:
+    """Return the layout in which the rows of every group are one row."""
+    host = layout.host_offsets
+    offsets = layout.xp.take(layout.offsets, layout.to_index(groups), axis=0)
+    bound = layout.max_length_bound * int(np.diff(groups).max())
+    joined = None if host is None else host[groups]
+    return Layout(layout.backend, offsets, layout.total, bound, joined)
+
+
+def _slice_table(table: Array, rows: np.ndarray, start: np.ndarray, counts: Any) -> Array:
+    """Return `counts` pages, or all, of the given rows from page `start` on."""
+    offsets = table.layout.read_offsets()
+    if counts is None:
+        counts = np.maximum(np.diff(offsets)[rows] - start, 0)
+    layout = Layout.from_host_lengths(table.layout.backend, counts, like=table.offsets)
+    return select(table, layout, table.layout.to_index(offsets[:-1][rows] + start))
+
+
+def _attend(
+    call: PagedAttentionCall,
+    q: Array,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Array,
+    kv_lengths: Any,
+    causal: bool,
+    kernel: str | None,
+) -> tuple[Any, Any]:
+    part = PagedAttentionCall(
+        *(q, k_pages, v_pages, page_table, kv_lengths, causal),
+        scale=call.scale,
+        softcap=call.softcap,
+        k_scale=call.k_scale,
+        v_scale=call.v_scale,
+        split_size=call.split_size,
+        return_lse=True,
+    )
+    return _paged_attention.run_call(part, kernel)  # type: ignore[no-any-return]
+
+
+@define_operation("paged_attention", PagedAttentionCall)
+def _paged_attention(call: PagedAttentionCall) -> Any:
+    q, xp = call.q, call.q.layout.xp
+    layout = token_layout(call.page_table, call.kv_lengths, int(call.k_pages.shape[1]))
+    is_scaled = (call.k_scale, call.v_scale) != (None, None)
+    is_narrow = call.k_pages.dtype != q.dtype or call.v_pages.dtype != q.dtype
+    wide = accumulation_dtype(xp, q.dtype) if is_scaled or is_narrow else q.dtype
+
+    def cached(pages: Any, scale: Any) -> Any:
+        values = xp.astype(gather_pages(pages, call.page_table, layout), wide, copy=False)
+        if scale is None:
+            return values
+        if isinstance(scale, checks.NUMBERS):
+            return values * scale
+        return values * xp.astype(scale, wide, copy=False)[:, None]
+
+    k = Array.from_layout(cached(call.k_pages, call.k_scale), layout)
+    out = attention(
+        check_ragged("q", q.with_values(xp.astype(q.values, wide, copy=False))),
+        k,
+        k.with_values(cached(call.v_pages, call.v_scale)),
+        window=call.window,
+        scale=call.scale,
+        softcap=call.softcap,
+        alibi_slopes=call.alibi_slopes,
+        return_lse=call.return_lse,
+    )
+    if wide == q.dtype:
+        return out
+    if not call.return_lse:
+        return out.with_values(xp.astype(out.values, q.dtype))
+    return out[0].with_values(xp.astype(out[0].values, q.dtype)), out[1]
