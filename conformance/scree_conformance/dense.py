@@ -262,6 +262,8 @@ REFUSALS = [
     Refusal(f"{_ELEMENTWISE} {_REDUCTIONS}", lambda args, kwargs: bool(kwargs),
             "expected (no such keyword|only .*) for .* of a ragged array",
             "The standard has no such keyword."),
+    Refusal("isin", _has_second(lambda x: isinstance(x, type)), "x2: expected a dense array",
+            "A dtype is no array; NumPy converts any object."),
     Refusal("isin repeat roll", _has_more_than(2), "positional argument",
             "The standard takes only two arguments by position."),
     Refusal("squeeze", lambda args, kwargs: len(args) == 1 and not kwargs, "missing 1 required",
