@@ -17,7 +17,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "bench.md"),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "bench.md"),
 ]
 
 #: Retired names of modules, functions, classes and parameters -> replacement.
