@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def run(page: Path, cuda: bool = False) -> str:
     return "".join(said)
 
 
+def run_tables(page: Path) -> None:
+    """Run the blocks of the cheat sheet, then the code in the last column of its tables."""
+    names: dict[str, object] = {}
+    for code, line in blocks(page):
+        exec(compile("\n" * line + code, str(page), "exec"), names)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for number, text in enumerate(lines):
+            if text.startswith("| "):
+                for code in re.findall("`([^`]+)`", text.rsplit(" | ", 1)[1]):
+                    exec(compile("\n" * number + code, str(page), "exec"), names)
+        os.chdir(ROOT)
+
+
 def run_notebook(path: Path) -> None:
     """Run the code cells of a notebook in one namespace."""
     names: dict[str, object] = {"__name__": "__main__"}
@@ -93,6 +109,11 @@ def run_in_process(path: Path, *options: str) -> None:
 @pytest.mark.parametrize("page", list(filter(runs, PAGES)), ids=name)
 def test_code_blocks_of_the_page_run(page: Path) -> None:
     run_in_process(page)
+
+
+@pytest.mark.parametrize("page", list(filter(runs, [ROOT / "docs" / "cheatsheet.md"])), ids=name)
+def test_code_in_the_tables_of_the_page_runs(page: Path) -> None:
+    run_in_process(page, "--tables")
 
 
 @pytest.mark.gpu
@@ -141,4 +162,6 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     if target.suffix == ".ipynb":
         sys.exit(run_notebook(target))
+    if "--tables" in sys.argv:
+        sys.exit(run_tables(target))
     sys.exit(run(target, cuda="--cuda" in sys.argv) or None)
