@@ -190,7 +190,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_params=["--system-site-packages"])
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a CUDA device, with the installed torch and Triton if there are."""
-    session.install("-e", ".[test,triton]", *PARTS)
+    session.install("-e", ".[test,triton,jax]", *PARTS)
     session.run("pytest", "-m", "gpu", *session.posargs)
 
 

@@ -1,10 +1,17 @@
-"""Every Python block of the README and of the documentation runs, page by page, in order."""
+"""Every Python block of the README and of the documentation runs, page by page, in order.
+
+A block whose first line is ``# needs CUDA`` runs only in the tests that need a GPU. The code cells
+of every notebook in the gallery run, too.
+"""
 
 import doctest
+import json
+import os
 import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +20,10 @@ import pytest
 from scree.dispatch.operation import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs" / "gallery").glob("*.ipynb"))
 BLOCK = re.compile(r"^```(?:python|pycon)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NEEDS_CUDA = "# needs CUDA\n"
 
 
 def blocks(page: Path) -> list[tuple[str, int]]:
@@ -30,11 +39,23 @@ def runs(page: Path) -> bool:
     return bool(blocks(page)) and all(map(find_spec, needs[1].split() if needs else ()))
 
 
-def run(page: Path) -> str:
+def needs_cuda(page: Path) -> bool:
+    """Return whether a page has blocks that need CUDA."""
+    return any(code.startswith(NEEDS_CUDA) for code, _ in blocks(page))
+
+
+def name(page: Path) -> str:
+    """Return the path within the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def run(page: Path, cuda: bool = False) -> str:
     """Run the blocks of a page in one namespace; return the report of doctest."""
     names: dict[str, object] = {"__name__": "__main__"}
     said: list[str] = []
     for code, line in blocks(page):
+        if code.startswith(NEEDS_CUDA) and not cuda:
+            continue
         if ">>>" in code:
             test = doctest.DocTestParser().get_doctest(code, {}, page.name, str(page), line)
             test.globs = names
@@ -46,13 +67,77 @@ def run(page: Path) -> str:
     return "".join(said)
 
 
-@pytest.mark.parametrize("page", list(filter(runs, PAGES)), ids=lambda page: page.name)
-def test_code_blocks_of_the_page_run(page: Path) -> None:
-    """Run each page in its own process, because libraries loaded by other tests register kernels."""
+def run_tables(page: Path) -> None:
+    """Run the blocks of the cheat sheet, then the code in the last column of its tables."""
+    names: dict[str, object] = {}
+    for code, line in blocks(page):
+        exec(compile("\n" * line + code, str(page), "exec"), names)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for number, text in enumerate(lines):
+            if text.startswith("| "):
+                for code in re.findall("`([^`]+)`", text.rsplit(" | ", 1)[1]):
+                    exec(compile("\n" * number + code, str(page), "exec"), names)
+        os.chdir(ROOT)
+
+
+def run_notebook(path: Path) -> None:
+    """Run the code cells of a notebook in one namespace."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for i, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{path}, cell {i}", "exec"), names)
+
+
+def run_in_process(path: Path, *options: str) -> None:
+    """Run a page or a notebook in its own process.
+
+    Libraries that other tests have loaded register kernels.
+    """
     done = subprocess.run(
-        [sys.executable, __file__, str(page)], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, __file__, str(path), *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MPLBACKEND": "Agg"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", list(filter(runs, PAGES)), ids=name)
+def test_code_blocks_of_the_page_run(page: Path) -> None:
+    run_in_process(page)
+
+
+@pytest.mark.parametrize("page", list(filter(runs, [ROOT / "docs" / "cheatsheet.md"])), ids=name)
+def test_code_in_the_tables_of_the_page_runs(page: Path) -> None:
+    run_in_process(page, "--tables")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if runs(page) and needs_cuda(page)], ids=name
+)
+def test_code_blocks_of_the_page_with_cuda_run(page: Path) -> None:
+    run_in_process(page, "--cuda")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS if find_spec("matplotlib") else [], ids=name)
+def test_code_cells_of_the_notebook_run(path: Path) -> None:
+    run_in_process(path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_notebook_holds_no_outputs(path: Path) -> None:
+    # The site executes the notebooks, so that no output becomes outdated.
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
 
 
 def test_readme_begins_with_its_two_commands() -> None:
@@ -74,4 +159,9 @@ def test_the_page_on_kernels_describes_every_call() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Path(sys.argv[1])) or None)
+    target = Path(sys.argv[1])
+    if target.suffix == ".ipynb":
+        sys.exit(run_notebook(target))
+    if "--tables" in sys.argv:
+        sys.exit(run_tables(target))
+    sys.exit(run(target, cuda="--cuda" in sys.argv) or None)

@@ -13,11 +13,16 @@ ROOT = Path(__file__).parents[2]
 CORE, KERNELS = "scree_api/scree", "kernels_triton/scree_triton"
 PACKAGES = [CORE, KERNELS, "conformance/scree_conformance", "bench/scree_bench"]
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-#: `bench.md` is generated: its tables repeat the names of cases from result files.
+#: `bench.md` is generated: its tables repeat the names of cases from result files. The folder
+#: `results` is no part of the site.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "bench.md"),
+    *(
+        page
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if page.name != "bench.md" and page.parent.name != "results"
+    ),
 ]
 
 #: Retired names of modules, functions, classes and parameters -> replacement.
