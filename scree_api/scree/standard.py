@@ -86,6 +86,14 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.cholesky(m).values.round(2)
+        array([[[1.41, 0.  ],
+                [0.71, 1.22]]])
         """
         raise NotImplementedError
 
@@ -102,6 +110,11 @@ class Linalg(Protocol):
             Ragged or dense array, or a number, broadcast against the other.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -125,6 +138,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.det(m).values.round(2)
+        array([3.])
         """
         raise NotImplementedError
 
@@ -145,6 +165,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.diagonal(m).tolist()
+        [[[2.0, 2.0]]]
         """
         raise NotImplementedError
 
@@ -158,6 +185,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `eigenvalues` and `eigenvectors`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eig(m).eigenvectors.shape
+        (1, None, 2, 2)
         """
         raise NotImplementedError
 
@@ -171,6 +210,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `eigenvalues` and `eigenvectors`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eigh(m).eigenvalues.values.round(2)
+        array([[1., 3.]])
         """
         raise NotImplementedError
 
@@ -189,6 +240,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eigvals(m).shape
+        (1, None, 2)
         """
         raise NotImplementedError
 
@@ -207,6 +265,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eigvalsh(m).values.round(2)
+        array([[1., 3.]])
         """
         raise NotImplementedError
 
@@ -225,6 +290,14 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.inv(m).values.round(2)
+        array([[[ 0.67, -0.33],
+                [-0.33,  0.67]]])
         """
         raise NotImplementedError
 
@@ -280,6 +353,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.matrix_norm(m).values.round(2)
+        array([3.16])
         """
         raise NotImplementedError
 
@@ -300,6 +380,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.matrix_power(m, 2).tolist()
+        [[[[5.0, 4.0], [4.0, 5.0]]]]
         """
         raise NotImplementedError
 
@@ -318,6 +405,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.matrix_rank(m).tolist()
+        [[2]]
         """
         raise NotImplementedError
 
@@ -357,6 +451,11 @@ class Linalg(Protocol):
         x2
             Ragged or dense array, or a number, broadcast against the other.
 
+        Returns
+        -------
+        array
+            Dense.
+
         Raises
         ------
         TypeError
@@ -379,6 +478,14 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.pinv(m).values.round(2)
+        array([[[ 0.67, -0.33],
+                [-0.33,  0.67]]])
         """
         raise NotImplementedError
 
@@ -392,6 +499,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `Q` and `R`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.qr(m).R.shape
+        (1, None, 2, 2)
         """
         raise NotImplementedError
 
@@ -405,6 +524,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `sign` and `logabsdet`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.slogdet(m).logabsdet.values.round(2)
+        array([1.1])
         """
         raise NotImplementedError
 
@@ -425,6 +556,14 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.solve(m, xp.ones((2, 1))).values.round(2)
+        array([[[0.33],
+                [0.33]]])
         """
         raise NotImplementedError
 
@@ -438,6 +577,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `U`, `S` and `Vh`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.svd(m).S.values.round(2)
+        array([[3., 1.]])
         """
         raise NotImplementedError
 
@@ -456,6 +607,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.svdvals(m).values.round(2)
+        array([[3., 1.]])
         """
         raise NotImplementedError
 
@@ -515,6 +673,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.trace(m).tolist()
+        [[4.0]]
         """
         raise NotImplementedError
 
@@ -532,6 +697,11 @@ class Linalg(Protocol):
             Ragged or dense array, or a number, broadcast against the other.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis, else ragged if an argument is.
 
         Examples
         --------
@@ -562,6 +732,11 @@ class Linalg(Protocol):
         ord
             Order of the norm.
 
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis or None, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -591,6 +766,11 @@ class Fft(Protocol):
             How often to apply it.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -627,6 +807,11 @@ class Fft(Protocol):
         axes
             The order of the axes.
 
+        Returns
+        -------
+        array
+            Dense.
+
         Raises
         ------
         TypeError
@@ -646,6 +831,11 @@ class Fft(Protocol):
             Ragged or dense array.
         axes
             The order of the axes.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -671,6 +861,11 @@ class Fft(Protocol):
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
 
+        Returns
+        -------
+        array
+            Dense.
+
         Raises
         ------
         TypeError
@@ -694,6 +889,11 @@ class Fft(Protocol):
             How often to apply it.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -723,6 +923,11 @@ class Fft(Protocol):
         axes
             The order of the axes.
 
+        Returns
+        -------
+        array
+            Dense.
+
         Raises
         ------
         TypeError
@@ -742,6 +947,11 @@ class Fft(Protocol):
             Ragged or dense array.
         axes
             The order of the axes.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -767,6 +977,11 @@ class Fft(Protocol):
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
 
+        Returns
+        -------
+        array
+            Dense.
+
         Raises
         ------
         TypeError
@@ -790,6 +1005,11 @@ class Fft(Protocol):
             How often to apply it.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -819,6 +1039,11 @@ class Fft(Protocol):
         axes
             The order of the axes.
 
+        Returns
+        -------
+        array
+            Dense.
+
         Raises
         ------
         TypeError
@@ -842,6 +1067,11 @@ class Fft(Protocol):
             How often to apply it.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -877,6 +1107,11 @@ class Fft(Protocol):
             Ragged or dense array.
         axes
             The order of the axes.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -1059,6 +1294,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -1083,6 +1323,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
 
         Examples
         --------
@@ -1124,6 +1369,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis or None, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -1147,6 +1397,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis or None, else ragged.
 
         Examples
         --------
@@ -1207,6 +1462,11 @@ class Namespace(Protocol):
             Device of the result.
         copy
             True always copies, False never; None copies only where it is necessary.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -1585,6 +1845,11 @@ class Namespace(Protocol):
         *arrays
             Ragged or dense arrays.
 
+        Returns
+        -------
+        sequence of arrays
+            One per argument; ragged if an argument is, else dense.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -1638,6 +1903,11 @@ class Namespace(Protocol):
             Data type or array.
         to
             Data type.
+
+        Returns
+        -------
+        bool
+            True if the conversion is allowed.
 
         Examples
         --------
@@ -1859,6 +2129,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
 
         Examples
         --------
@@ -2275,6 +2550,11 @@ class Namespace(Protocol):
             Device of the result.
         copy
             True always copies, False never; None copies only where it is necessary.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -3005,6 +3285,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -3065,6 +3350,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -3086,6 +3376,11 @@ class Namespace(Protocol):
             Vectors.
         indexing
             "xy" or "ij".
+
+        Returns
+        -------
+        tuple of arrays
+            Dense arrays, one per argument.
 
         Raises
         ------
@@ -3109,6 +3404,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
 
         Examples
         --------
@@ -3290,6 +3590,11 @@ class Namespace(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        tuple of dense arrays
+            One array of indices per axis of `x`.
 
         Examples
         --------
@@ -3476,6 +3781,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -3638,6 +3948,11 @@ class Namespace(Protocol):
         ----------
         *arrays_and_dtypes
             Arrays, data types and numbers.
+
+        Returns
+        -------
+        dtype
+            A data type of the library.
 
         Examples
         --------
@@ -3992,6 +4307,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4056,6 +4376,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4079,6 +4404,11 @@ class Namespace(Protocol):
             Integer array of positions.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Ragged if `x` or `indices` are, else dense.
 
         Examples
         --------
@@ -4322,6 +4652,11 @@ class Namespace(Protocol):
         x
             Ragged or dense array.
 
+        Returns
+        -------
+        named tuple
+            `values`, `indices`, `inverse_indices` and `counts`.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4340,6 +4675,11 @@ class Namespace(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `values` and `counts`.
 
         Examples
         --------
@@ -4361,6 +4701,11 @@ class Namespace(Protocol):
         x
             Ragged or dense array.
 
+        Returns
+        -------
+        named tuple
+            `values` and `inverse_indices`.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4379,6 +4724,11 @@ class Namespace(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Examples
         --------
@@ -4400,6 +4750,11 @@ class Namespace(Protocol):
             Ragged or dense array.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        tuple of arrays
+            One per entry of the axis.
 
         Examples
         --------
@@ -4431,6 +4786,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4454,6 +4814,11 @@ class Namespace(Protocol):
             Ragged or dense array, or a number, broadcast against the other.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis, else ragged if an argument is.
 
         Examples
         --------
