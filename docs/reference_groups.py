@@ -22,7 +22,7 @@ GROUPS: dict[str, str] = {
     "The array": "Array at",
     "The namespace": "namespace Namespace xp functions functions.Kind",
     "Creation and conversion": """
-        ragged pack unpack from_lists from_lengths from_offsets from_cu_seqlens from_segment_ids
+        ragged pack unpack from_lengths from_offsets from_cu_seqlens from_segment_ids
         from_padded to_padded""",
     "Along each row": "softmax log_softmax logsumexp topk shift",
     "Layers": "attention layer_norm rms_norm rope swiglu conv1d split dropout",
@@ -45,7 +45,7 @@ GROUPS: dict[str, str] = {
         bridges.varlen.varlen_attn bridges.from_block_table bridges.to_block_table
         bridges.from_flashinfer bridges.to_flashinfer bridges.slot_mapping""",
     "Bridges: columns and lists": """
-        bridges.from_arrow bridges.to_arrow bridges.from_awkward bridges.to_awkward
+        from_lists bridges.from_arrow bridges.to_arrow bridges.from_awkward bridges.to_awkward
         bridges.from_ragged bridges.to_ragged bridges.from_pandas bridges.to_pandas
         bridges.from_lists bridges.to_lists""",
     "Kernels": """

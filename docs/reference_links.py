@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from griffe import (
+    Attribute,
     Class,
     Docstring,
     Expr,
@@ -40,6 +41,7 @@ class Links(Extension):
         for name, member in array.members.items():
             if member.docstring is None and name in methods.members:
                 member.docstring = Docstring(methods[name].docstring.value, parent=member)
+        make_attributes(pkg["layout.Layout"])
         self.visit(pkg)
 
     def visit(self, obj: Any) -> None:
@@ -50,7 +52,7 @@ class Links(Extension):
                 own |= {parameter.name for parameter in obj.parameters}
             if isinstance(obj, Class):
                 own |= set(obj.members)
-            obj.docstring.value = linked(one_name_per_item(obj.docstring.value), own)
+            obj.docstring.value = linked(one_name_per_item(see_also(obj.docstring.value)), own)
         if isinstance(obj, Function):
             for parameter in obj.parameters:
                 if parameter.kind in (ParameterKind.var_positional, ParameterKind.var_keyword):
@@ -59,6 +61,32 @@ class Links(Extension):
         for member in obj.members.values():
             if not member.is_alias:
                 self.visit(member)
+
+
+def make_attributes(layout: Class) -> None:
+    """Replace the methods that a decorator turns into properties."""
+    for name, member in list(layout.members.items()):
+        if isinstance(member, Function) and [str(x.value) for x in member.decorators] == [
+            "_cached"
+        ]:
+            attribute = Attribute(name, annotation=member.returns, lineno=member.lineno)
+            attribute.labels |= {"property"}
+            attribute.docstring = member.docstring and Docstring(member.docstring.value)
+            layout.set_member(name, attribute)
+            if attribute.docstring is not None:
+                attribute.docstring.parent = attribute
+
+
+def see_also(text: str) -> str:
+    """Return a docstring whose section See Also is a list with links."""
+
+    def item(match: re.Match[str]) -> str:
+        return f"- [`{match[1]}`][{TARGETS[match[1]]}]: {match[2]}"
+
+    parts = re.split(r"(^See Also\n-+\n(?:\S[^\n]*\n?)*)", text, flags=re.MULTILINE)
+    for i in range(1, len(parts), 2):
+        parts[i] = re.sub(r"^(\w+) : (.*)", item, parts[i], flags=re.MULTILINE)
+    return "".join(parts)
 
 
 def expanded(annotation: Any, function: Function) -> Any:

@@ -17,7 +17,7 @@ from reference_groups import CHAPTERS, GROUPS, MODULES, check, docstring, pages,
 
 from scree import ragged
 from scree.array import Array
-from scree.functions import EXTENSIONS, KINDS
+from scree.functions import EXTENSIONS, KINDS, Kind
 from scree.standard import Fft, Linalg, Namespace
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+PLAIN = Kind("plain")
 CLASSES: dict[str, Any] = {"": Namespace, "linalg": Linalg, "fft": Fft}
 
 #: Members of `Array` that connect it with its layout; the page of `Layout` describes them.
@@ -232,11 +233,11 @@ def entry(name: str) -> tuple[str, str]:
         text = CONSTANTS.get(short) or f"The data type `{short}` of the library."
         return f"{heading}\n\n{text}", text
     text = getdoc(function) or ""
-    brief, _, rest = text.partition("\n\n")
-    brief = " ".join(brief.split())
+    first, _, rest = text.partition("\n\n")
+    first = " ".join(first.split())
     action = rest.partition("\n\n")[0] if rest and not re.match(r"\w+\n-+\n", rest) else ""
     action = " ".join(action.split()).removeprefix("Ragged arrays: ")
-    parts = [heading, f"```python\nxp.{name}{typed_signature(name, function)}\n```", brief]
+    parts = [heading, f"```python\nxp.{name}{typed_signature(name, function)}\n```", first]
     if kind.why:
         parts.append(f"**Ragged arrays:** it raises `TypeError`, because {kind.why}.")
     elif kind.name == "plain":
@@ -248,7 +249,7 @@ def entry(name: str) -> tuple[str, str]:
             parts.append(f"**{title}:**\n\n" + "\n".join(lines))
     if example := section(text, "Examples"):
         parts.append(f"**Example:**\n\n```pycon\n{example}```")
-    return "\n\n".join(parts), escaped(brief)
+    return "\n\n".join(parts), escaped(first)
 
 
 #: Constant of the standard, or an attribute of the namespace -> its description.
@@ -271,7 +272,7 @@ def numpydoc_items(text: str) -> list[str]:
 def typed_signature(name: str, function: Any) -> str:
     """Return the signature of a function of the standard with the types of the page."""
     own = signature(function)
-    is_binary = bool(get_overloads(function))
+    is_binary, is_plain = bool(get_overloads(function)), KINDS.get(name, PLAIN) == PLAIN
     parts, kind = [], None
     for parameter in list(own.parameters.values())[1:]:
         if kind == Parameter.POSITIONAL_ONLY != parameter.kind:
@@ -283,7 +284,7 @@ def typed_signature(name: str, function: Any) -> str:
             parts.append("*")
         kind = parameter.kind
         star = "*" if kind == Parameter.VAR_POSITIONAL else ""
-        type_ = type_of(parameter, is_binary)
+        type_ = type_of(parameter, is_binary, is_plain)
         default = "" if parameter.default is Parameter.empty else f" = {parameter.default!r}"
         parts.append(f"{star}{parameter.name}: {type_}{default}")
     if kind == Parameter.POSITIONAL_ONLY:
@@ -300,13 +301,15 @@ def plain_type(annotation: str) -> str:
     return re.sub(r"\b(T|Axes|Flag)\b", lambda match: ALIASES[match[1]], annotation)
 
 
-def type_of(parameter: Parameter, is_binary: bool) -> str:
+def type_of(parameter: Parameter, is_binary: bool, is_plain: bool) -> str:
     """Return the type of a parameter of the standard on the page."""
     annotation = plain_type(str(parameter.annotation))
     if annotation != "Any":
         return annotation
     if is_binary and parameter.name in ("x1", "x2"):
         return "array | number"
+    if parameter.name == "shape" and is_plain:
+        return "int | tuple[int, ...]"
     return PARAMETER_TYPES[parameter.name]
 
 
@@ -327,10 +330,7 @@ def index() -> str:
         parts.append(f"## {group}\n\n| name | |\n|---|---|")
         for name in names.split():
             target = relpath(address(name), "reference")
-            text = summary(true_path(name))
-            if pages().get(name, name) != name:
-                text = f"Another name of `{pages()[name]}`."
-            parts.append(f"| [`{name}`]({target}) | {escaped(text)} |")
+            parts.append(f"| [`{name}`]({target}) | {escaped(brief(name))} |")
         parts.append("")
         if group == "The namespace":
             parts += ["", "The functions of the standard, by chapter:", "", chapters()]
@@ -339,12 +339,20 @@ def index() -> str:
 
 def links(group: str, page: str) -> str:
     """Return links to the functions of a group, seen from a page."""
-    names = [name for name in GROUPS[group].split() if name not in MODULES]
     folder = page.rpartition("/")[0] or "."
-    return "\n".join(
-        f"- [`{name.removeprefix('bridges.')}`]({relpath(address(name), folder)}): {summary(true_path(name)).replace('``', '`')}"
-        for name in names
-    )
+    lines = []
+    for name in GROUPS[group].split():
+        if name not in MODULES:
+            target = relpath(address(name), folder)
+            lines.append(f"- [`{name.removeprefix('bridges.')}`]({target}): {brief(name)}")
+    return "\n".join(lines)
+
+
+def brief(name: str) -> str:
+    """Return the summary of a public name, or the name that it is another name of."""
+    if pages().get(name, name) != name:
+        return f"Another name of `{pages()[name]}`."
+    return summary(true_path(name)).replace("``", "`")
 
 
 def on_config(config: "MkDocsConfig") -> None:

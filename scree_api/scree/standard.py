@@ -81,6 +81,8 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        upper
+            Return the upper factor instead of the lower one.
 
         Returns
         -------
@@ -105,11 +107,11 @@ class Linalg(Protocol):
         Parameters
         ----------
         x1
-            Ragged or dense array, or a number.
+            Dense array.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Dense array.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of three elements.
 
         Returns
         -------
@@ -400,6 +402,8 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        rtol
+            Relative tolerance: smaller singular values count as 0.
 
         Returns
         -------
@@ -447,9 +451,9 @@ class Linalg(Protocol):
         Parameters
         ----------
         x1
-            Ragged or dense array, or a number.
+            Dense vector.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Dense vector.
 
         Returns
         -------
@@ -473,6 +477,8 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        rtol
+            Relative tolerance: smaller singular values count as 0.
 
         Returns
         -------
@@ -499,6 +505,8 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        mode
+            "reduced" or "complete".
 
         Returns
         -------
@@ -548,9 +556,9 @@ class Linalg(Protocol):
         Parameters
         ----------
         x1
-            Ragged or dense array, or a number.
+            Ragged or dense array of square matrices.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Right-hand sides: vectors or matrices.
 
         Returns
         -------
@@ -577,6 +585,8 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        full_matrices
+            Return square `U` and `Vh`.
 
         Returns
         -------
@@ -763,9 +773,11 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -804,8 +816,12 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -830,7 +846,7 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         axes
-            The order of the axes.
+            Axes to shift; by default all of them.
 
         Returns
         -------
@@ -857,9 +873,11 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the result; by default 2 * (m - 1) for an axis of size m.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -886,9 +904,11 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -920,8 +940,12 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -946,7 +970,7 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         axes
-            The order of the axes.
+            Axes to shift; by default all of them.
 
         Returns
         -------
@@ -973,9 +997,11 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -1002,9 +1028,11 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the result; by default 2 * (m - 1) for an axis of size m.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -1036,8 +1064,12 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -1064,9 +1096,11 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -1105,8 +1139,12 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
 
         Returns
         -------
@@ -2785,7 +2823,7 @@ class Namespace(Protocol):
         x1
             Ragged or dense array, or a number.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Ragged or dense array, or a number: the values to look for.
         invert
             Test for absence.
 
