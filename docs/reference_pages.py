@@ -76,7 +76,7 @@ def address(name: str) -> str:
     if name in MODULES:
         return MODULES[name]
     if name == "Namespace":  # `reference/Namespace` and `reference/namespace` are one on some disks
-        return "reference/standard/index.md"
+        return "reference/standard.md"
     return f"reference/{pages()[name].replace('.', '/')}.md"
 
 
@@ -196,7 +196,7 @@ def page_of_standard() -> Iterator[str]:
         lines.append(f"| [{title}][standard-{chapter}] | {links} |")
     yield "\n".join(lines)
     yield (
-        "The namespace also has [`xp.ragged`](../../ragged.md), the functions that the standard "
+        "The namespace also has [`xp.ragged`](../ragged.md), the functions that the standard "
         "lacks. A function is missing if the library's own namespace lacks it."
     )
 
