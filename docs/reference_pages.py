@@ -18,6 +18,7 @@ from reference_groups import CHAPTERS, GROUPS, MODULES, check, docstring, pages,
 from scree import ragged
 from scree.array import Array
 from scree.functions import EXTENSIONS, KINDS, Kind
+from scree.hints import ALTERNATIVES
 from scree.standard import Fft, Linalg, Namespace
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def escaped(text: str) -> str:
 def page(name: str) -> str:
     """Return the Markdown of the page of a public name."""
     path, others = true_path(name), [x for x in pages() if pages()[x] == name and x != name]
-    parts = [f"---\ntitle: scree.{name}\n---", f"[](){{#scree.{name}}}"]
+    parts = [front_matter(f"scree.{name}"), f"[](){{#scree.{name}}}"]
     parts += [f"[](){{#scree.{x}}}" for x in others]
     if name == "Array":
         return "\n\n".join([*parts, *page_of_array()])
@@ -107,6 +108,8 @@ def page(name: str) -> str:
     names += [f"`xp.ragged.{x}`" for x in (name, *others) if x in ragged.__all__]
     if names:
         parts.append(f"Other names of this function: {', '.join(names)}.")
+    if foreign := foreign_names(f"ragged.{name}"):
+        parts.append(foreign)
     level = {"heading_level": 2, "members_order": "source", "filters": '["!^_"]'}
     if name == "at":
         parts.append("[](){#scree.array.At}")
@@ -117,6 +120,19 @@ def page(name: str) -> str:
         parts.append("## Arrays on a layout")
         parts += [block(f"scree.array.Array.{x}", heading_level=3) for x in ON_LAYOUT]
     return "\n\n".join(parts) + "\n"
+
+
+def foreign_names(name: str) -> str:
+    """Return a sentence with the names that other libraries give to `xp.NAME`, or nothing."""
+    pattern = rf"\bxp\.{re.escape(name)}(?![\w.])"
+    found = [x for x, expression in ALTERNATIVES.items() if re.search(pattern, expression)]
+    names = [f"`{x}`" for x in found if x not in ("arange", "item")]  # these do something else
+    return f"Names in NumPy, PyTorch or JAX: {', '.join(names)}." if names else ""
+
+
+def front_matter(title: str) -> str:
+    """Return the head of a page; the search lists the reference before other pages."""
+    return f"---\ntitle: {title}\nsearch:\n  boost: 2\n---"
 
 
 def page_of_array() -> Iterator[str]:
@@ -209,7 +225,7 @@ def chapters() -> str:
 def chapter_page(chapter: str) -> str:
     """Return the Markdown of a chapter of the standard."""
     title, names = CHAPTERS[chapter]
-    parts = [f"---\ntitle: {title}\n---", f"# {title} {{#standard-{chapter}}}"]
+    parts = [front_matter(title), f"# {title} {{#standard-{chapter}}}"]
     parts.append(
         "In the signatures, `array` is a ragged or dense array, and `xp` is the "
         "[namespace][scree.namespace] of the arrays. A call with dense arrays only runs the "
@@ -244,6 +260,8 @@ def entry(name: str) -> tuple[str, str]:
         parts.append("**Ragged arrays:** none; it is the library's own function.")
     elif action:
         parts.append(f"**Ragged arrays:** {action}")
+    if foreign := foreign_names(name):
+        parts.append(foreign)
     for title in ("Parameters", "Returns"):
         if lines := numpydoc_items(section(text, title)):
             parts.append(f"**{title}:**\n\n" + "\n".join(lines))
