@@ -13,7 +13,17 @@ from inspect import Parameter, getdoc, signature
 from posixpath import relpath
 from typing import TYPE_CHECKING, Any, get_overloads
 
-from reference_groups import CHAPTERS, GROUPS, MODULES, check, docstring, pages, summary, true_path
+from reference_groups import (
+    CHAPTERS,
+    DOCUMENTED,
+    GROUPS,
+    MODULES,
+    check,
+    docstring,
+    pages,
+    summary,
+    true_path,
+)
 
 from scree import ragged
 from scree.array import Array
@@ -96,7 +106,8 @@ def escaped(text: str) -> str:
 def page(name: str) -> str:
     """Return the Markdown of the page of a public name."""
     path, others = true_path(name), [x for x in pages() if pages()[x] == name and x != name]
-    parts = [front_matter(f"scree.{name}"), f"[](){{#scree.{name}}}"]
+    boost = 1 if name in DOCUMENTED else 2
+    parts = [front_matter(f"scree.{name}", boost), f"[](){{#scree.{name}}}"]
     parts += [f"[](){{#scree.{x}}}" for x in others]
     if name == "Array":
         return "\n\n".join([*parts, *page_of_array()])
@@ -130,9 +141,9 @@ def foreign_names(name: str) -> str:
     return f"Names in NumPy, PyTorch or JAX: {', '.join(names)}." if names else ""
 
 
-def front_matter(title: str) -> str:
+def front_matter(title: str, boost: int = 2) -> str:
     """Return the head of a page; the search lists the reference before other pages."""
-    return f"---\ntitle: {title}\nsearch:\n  boost: 2\n---"
+    return f"---\ntitle: {title}\nsearch:\n  boost: {boost}\n---"
 
 
 def page_of_array() -> Iterator[str]:
@@ -253,7 +264,11 @@ def entry(name: str) -> tuple[str, str]:
     first = " ".join(first.split())
     action = rest.partition("\n\n")[0] if rest and not re.match(r"\w+\n-+\n", rest) else ""
     action = " ".join(action.split()).removeprefix("Ragged arrays: ")
-    parts = [heading, f"```python\nxp.{name}{typed_signature(name, function)}\n```", first]
+    parts = [
+        heading,
+        f"``` {{ .python .no-copy }}\nxp.{name}{typed_signature(name, function)}\n```",
+        first,
+    ]
     if kind.why:
         parts.append(f"**Ragged arrays:** it raises `TypeError`, because {kind.why}.")
     elif kind.name == "plain":
