@@ -107,8 +107,7 @@ def page(name: str) -> str:
     """Return the Markdown of the page of a public name."""
     path, others = true_path(name), [x for x in pages() if pages()[x] == name and x != name]
     boost = 1 if name in DOCUMENTED else 2
-    parts = [front_matter(f"scree.{name}", boost), f"[](){{#scree.{name}}}"]
-    parts += [f"[](){{#scree.{x}}}" for x in others]
+    parts = [front_matter(f"scree.{name}", boost)]
     if name == "Array":
         return "\n\n".join([*parts, *page_of_array()])
     options = {"heading": f'"scree.{name}"', "toc_label": f'"{name}"', "heading_level": 1}
@@ -158,11 +157,11 @@ def page_of_array() -> Iterator[str]:
     fields = re.findall(
         r"^(\w+)\n    (.+?)(?=^\S|\Z)", section(docstring(path), "Parameters"), re.M | re.S
     )
-    yield "## Attributes\n\n| attribute | |\n|---|---|\n" + "\n".join(
+    yield "## Attributes\n\n| attribute | summary |\n|---|---|\n" + "\n".join(
         [f"| `{x}` | {escaped(' '.join(text.split()))} |" for x, text in fields]
         + [f"| [`{x}`][{path}.{x}] | {first_line(v)} |" for x, v in properties.items()]
     )
-    yield "## Methods\n\n| method | |\n|---|---|\n" + "\n".join(
+    yield "## Methods\n\n| method | summary |\n|---|---|\n" + "\n".join(
         f"| [`{x}`][{path}.{x}] | {first_line(v)} |" for x, v in methods.items()
     )
     rows = [f"| `{OPERATORS[x]}` | {link_to(name)} |" for x, name in operators().items()]
@@ -239,12 +238,12 @@ def chapter_page(chapter: str) -> str:
     parts = [front_matter(title), f"# {title} {{#standard-{chapter}}}"]
     parts.append(
         "In the signatures, `array` is a ragged or dense array, and `xp` is the "
-        "[namespace][scree.namespace] of the arrays. A call with dense arrays only runs the "
+        "[namespace][scree.namespace.namespace] of the arrays. A call with dense arrays only runs the "
         "library's own function."
     )
     entries = {name: entry(name) for name in names.split()}
     rows = [f"| {link_to(name, name)} | {text[1]} |" for name, text in entries.items()]
-    parts.append("| name | |\n|---|---|\n" + "\n".join(rows))
+    parts.append("| name | summary |\n|---|---|\n" + "\n".join(rows))
     parts += [text[0] for text in entries.values()]
     return "\n\n".join(parts) + "\n"
 
@@ -324,7 +323,7 @@ def typed_signature(name: str, function: Any) -> str:
         parts.append("/")
     result = RESULTS.get(name) or plain_type(str(own.return_annotation)).replace("Any", "array")
     line = f"({', '.join(parts)}) -> {result}"
-    if len(f"xp.{name}{line}") > 88:
+    if len(f"xp.{name}{line}") > 84:
         line = "(\n" + textwrap.indent(",\n".join(parts), "    ") + f",\n) -> {result}"
     return line
 
@@ -360,7 +359,7 @@ def index() -> str:
     """Return the tables of all groups, seen from `reference/index.md`."""
     parts = []
     for group, names in GROUPS.items():
-        parts.append(f"## {group}\n\n| name | |\n|---|---|")
+        parts.append(f"## {group}\n\n| name | summary |\n|---|---|")
         for name in names.split():
             target = relpath(address(name), "reference")
             parts.append(f"| [`{name}`]({target}) | {escaped(brief(name))} |")

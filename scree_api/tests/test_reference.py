@@ -34,14 +34,15 @@ reference = import_from_docs("reference_pages")
 #: Public names with a page, except other names of the same function.
 NAMES = [name for name, page in groups.pages().items() if name == page]
 
-#: Classes -> sections that they lack: a user does not construct them.
+#: Class -> the sections that it lacks. Users construct only `Array` and the sampler; only kernels
+#: construct a `Layout`, and no user constructs the others.
 CLASSES = {
     "Array": {"Returns"},
     "Namespace": {"Parameters", "Returns"},
     "data.Interleaved": {"Parameters", "Returns"},
     "data.TokenBudgetSampler": {"Returns"},
-    "explanation.Explanation": {"Parameters", "Returns", "Examples"},
-    "functions.Kind": {"Parameters", "Returns", "Examples"},
+    "explanation.Explanation": {"Parameters", "Returns"},
+    "functions.Kind": {"Parameters", "Returns"},
     "layout.Layout": {"Returns", "Examples"},
     "layout.Tiles": {"Parameters", "Returns", "Examples"},
 }
