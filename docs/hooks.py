@@ -5,39 +5,14 @@ The tables are built from the code, so that no copy becomes outdated.
 
 import json
 import re
-from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
 from scree.dispatch.operation import OPERATIONS
-from scree.functions import EXTENSIONS, IMPLEMENTATIONS, KINDS, Kind
+from scree.functions import EXTENSIONS, KINDS
 from scree_conformance.coverage import VARIANTS
 from scree_conformance.layouts import LAYOUTS
 from scree_conformance.table import FUNCTIONS
-
-OWN = "Takes no ragged arrays: the library's own function."
-
-
-def functions(kinds: dict[str, Kind]) -> str:
-    """Return a table with one row per kind of function, and per reason against a ragged form."""
-    groups: dict[Kind, list[str]] = {}
-    for name, kind in kinds.items():
-        groups.setdefault(kind, []).append(name)
-    lines = ["| functions | on ragged arrays |", "|---|---|"]
-    for kind, names in groups.items():
-        meaning = (
-            f"Raises: {kind.why}."
-            if kind.why
-            else (getdoc(IMPLEMENTATIONS[kind.name][0]) or "")
-            if kind.name in IMPLEMENTATIONS
-            else OWN
-        )
-        cells = (
-            " ".join(f"`{name}`" for name in sorted(names)),
-            " ".join(meaning.split()).replace("|", "\\|"),
-        )
-        lines.append("| {} | {} |".format(*cells))
-    return "\n".join(lines)
 
 
 def layouts() -> str:
@@ -111,8 +86,6 @@ RAGGED = [name for name in FUNCTIONS if name.startswith("ragged.")]
 
 
 TABLES = {
-    "kinds": functions(KINDS),
-    **{name: functions(kinds) for name, kinds in EXTENSIONS.items()},
     "layouts": layouts(),
     "calls": call_records(),
     "versions": versions(),

@@ -122,7 +122,10 @@ def docstring(name: str, kind: Kind, found: dict[str, Any]) -> list[str]:
         own = found.get("parameters", {})
         known = {n: own.get(n) or TABLE["parameters"].get(n) for n in names}
         lines += section("Parameters", {n: text for n, text in known.items() if text})
-    if signature.endswith("-> T"):
+    returns = found.get("returns", TABLE["returns"].get(kind.name))
+    if returns and kind.name != "plain":
+        lines += section("Returns", returns)
+    elif signature.endswith("-> T"):
         lines += section("Returns", {"array": "Ragged if the argument is, else dense."})
     elif signature.endswith("Either"):
         lines += section("Returns", {"array": "Ragged if an operand is, else dense."})

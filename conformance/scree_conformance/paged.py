@@ -171,6 +171,26 @@ def append_paged_with_rope(bench: Bench, layout: Layout, dtype: str) -> None:
             np.testing.assert_array_equal(written[numbers[i // 4], i % 4], entry)
 
 
+@operation("ragged.validate_pages", ALL, ("float32",))
+def validate_pages(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Valid tables pass; a page that does not exist and a missing page raise."""
+    lengths = lengths_of(layout)
+    cache = Cache(bench, lengths, 3)
+    for is_ragged in (True, False):
+        table = cache.table(is_ragged=is_ragged)
+        check = partial(bench.xp.ragged.validate_pages, table, page_size=3)
+        check(cache.kv_lengths, num_pages=cache.num_pages)
+        longer = bench.lib.make(np.asarray(lengths) + 6, "int32")
+        for wrong_lengths, num_pages in ((longer, cache.num_pages), (cache.kv_lengths, 0)):
+            is_wrong = bool(lengths) if num_pages else any(lengths)
+            try:
+                check(wrong_lengths, num_pages=num_pages)
+            except ValueError as error:
+                assert is_wrong and "page_table: expected" in str(error)
+            else:
+                assert not is_wrong
+
+
 def _merge(
     outputs: list[oracle.Rows], lses: list[oracle.Rows]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:

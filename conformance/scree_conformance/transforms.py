@@ -126,6 +126,28 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
         lambda r, q, k, v: r.attention(q, k, v, causal=True),
         lambda q, k, v: oracle.attention(q, k, v, causal=True)[0],
     ),
+    "paged_attention": (
+        ((4, 4),),
+        ((450, 3, 2, 4), (450, 3, 2, 3)),
+        lambda r, q, k, v: r.paged_attention(q, k, v, _page_table(q), q.lengths),
+        lambda q, k, v: oracle.attention(q, _cached(q, k), _cached(q, v), causal=True)[0],
+    ),
+    "append_paged": (
+        ((2, 4),),
+        (),
+        lambda r, x: r.append_paged(*_empty_caches(x), x, x, _page_table(x), x.lengths)[1],
+        lambda x: _appended(x),
+    ),
+    "merge_attention": (
+        ((4, 3), (4, 3), (4,), (4,)),
+        (),
+        lambda r, a, b, x, y: r.merge_attention([a, b], [x, y])[0],
+        lambda a, b, x, y: [
+            (np.exp(q)[..., None] * m + np.exp(p)[..., None] * n)
+            / (np.exp(q) + np.exp(p))[..., None]
+            for m, n, q, p in zip(a, b, x, y, strict=True)
+        ],
+    ),
     "gather": (
         ((3,),),
         (),
@@ -216,12 +238,19 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
 }
 #: Function -> why it cannot be compiled.
 UNTRACED = {
+    "validate_pages": "it reads the pages and raises",
     "pack": "the lengths come from a Python list",
     "unpack": "the sizes of the rows depend on the offsets",
     "topk": "the lengths of the result depend on the offsets",
     "same_layout": "it answers with a Python bool",
     "dropout": "the state of a generator is no array",
 }  # fmt: skip
+#: Function -> why it cannot be differentiated.
+UNDIFFERENTIATED = {
+    "append_paged": "caches take no gradient",
+    "same_layout": "it answers with a Python bool",
+    "validate_pages": "it reads the pages and raises",
+}
 
 
 def _classes(r: Any, x: scree.Array, count: int) -> scree.Array:
@@ -249,6 +278,39 @@ def _reversed_index(x: scree.Array) -> scree.Array:
         x.total_length - 1 - xp.arange(x.total_length, dtype=ids.dtype, device=x.device),
         ragged_dim=0,
     )
+
+
+#: Tokens per page, and pages per row: enough for every row of `LAYOUTS`.
+PAGE_SIZE, PAGES_PER_ROW = 3, 44
+
+
+def _page_table(x: scree.Array) -> Any:
+    """Return a dense page table in which no row shares a page with another."""
+    xp, n = x.__array_namespace__(), x.batch_size
+    pages = xp.arange(n * PAGES_PER_ROW, dtype=x.offsets.dtype, device=x.device)
+    return xp.reshape(pages, (n, PAGES_PER_ROW))
+
+
+def _cached(rows: Rows, cache: np.ndarray) -> Rows:
+    """Return the tokens of a cache that the rows select."""
+    tokens, per_row = cache.reshape(-1, *cache.shape[2:]), PAGES_PER_ROW * PAGE_SIZE
+    return Rows(
+        (tokens[i * per_row : i * per_row + len(row)] for i, row in enumerate(rows)), tokens[:0]
+    )
+
+
+def _empty_caches(x: scree.Array) -> tuple[Any, Any]:
+    xp, shape = x.__array_namespace__(), (450, PAGE_SIZE, *x.element_shape)
+    return tuple(xp.zeros(shape, dtype=x.dtype, device=x.device) for _ in "kv")
+
+
+def _appended(rows: Rows) -> np.ndarray:
+    """Return the cache that holds the rows, and 0 elsewhere."""
+    cache = np.zeros((450, PAGE_SIZE, *rows.template.shape[1:]), rows.template.dtype)
+    for i, row in enumerate(rows):
+        for j, token in enumerate(row):
+            cache[i * PAGES_PER_ROW + j // PAGE_SIZE, j % PAGE_SIZE] = token
+    return cache
 
 
 def _inputs(bench: Bench, layout: Layout, name: str) -> list[Input]:
@@ -367,18 +429,17 @@ def dropout_gradients(bench: Bench, layout: Layout, dtype: str) -> None:
     bench.close(gradient, np.where(bench.lib.read(drop(x.values)) == 0, 0, 1 / 0.75), dtype=dtype)
 
 
-operation("ragged.same_layout: differentiated", ("plain",), ("float32",))(
-    partial(report_untraced, why=UNTRACED["same_layout"])
-)
 for _name in TRACED:
     if _name not in UNTRACED:
         operation(f"ragged.{_name}: jitted", LAYOUTS, ("float32",))(
             partial(check_jitted, name=_name)
         )
-    operation(f"ragged.{_name}: differentiated", LAYOUTS, ("float32",))(
-        partial(check_gradients, name=_name)
-    )
-for _name, _why in UNTRACED.items():
-    operation(f"ragged.{_name}: jitted", ("plain",), ("float32",))(
-        partial(report_untraced, why=_why)
-    )
+    if _name not in UNDIFFERENTIATED:
+        operation(f"ragged.{_name}: differentiated", LAYOUTS, ("float32",))(
+            partial(check_gradients, name=_name)
+        )
+for _variant, _reasons in (("jitted", UNTRACED), ("differentiated", UNDIFFERENTIATED)):
+    for _name, _why in _reasons.items():
+        operation(f"ragged.{_name}: {_variant}", ("plain",), ("float32",))(
+            partial(report_untraced, why=_why)
+        )

@@ -161,6 +161,11 @@ class Array:
 
         This waits for a device.
 
+        Returns
+        -------
+        Array
+            The array itself.
+
         Raises
         ------
         ValueError
@@ -196,6 +201,11 @@ class Array:
             ragged axis.
         ragged_dim
             The ragged axis of the new values; by default the ragged axis of this array.
+
+        Returns
+        -------
+        Array
+            (n, None, ...) array on the layout of this array.
 
         Raises
         ------
@@ -293,7 +303,31 @@ class Array:
         return self.with_values(xp.matrix_transpose(self.values), ragged_dim=dim)
 
     def to_device(self, device: Any, /, *, stream: Any = None) -> Array:
-        """Return the array on another device."""
+        """Return the array on another device.
+
+        Parameters
+        ----------
+        device
+            Device of the library, as `device` of its arrays.
+        stream
+            Must be None.
+
+        Returns
+        -------
+        Array
+            The array with values and offsets on the device.
+
+        Raises
+        ------
+        ValueError
+            If `stream` is not None.
+
+        Examples
+        --------
+        >>> import numpy as np, scree
+        >>> scree.from_lengths(np.zeros(5), [2, 3]).to_device("cpu").device
+        'cpu'
+        """
         if stream is not None:
             raise ValueError("stream: expected None, scree knows no streams of a library")
         old, move = self.layout, self.layout.backend.to_device
@@ -503,23 +537,148 @@ class Update:
     key: Any
 
     def set(self, value: Any) -> Array:
-        """Return the array with the entries set to `value`."""
+        """Return the array with the entries set to `value`.
+
+        Parameters
+        ----------
+        value
+            A number, or an array that broadcasts against the selected entries.
+
+        Returns
+        -------
+        Array
+            New array on the same layout.
+
+        Raises
+        ------
+        TypeError
+            If the dtype of the array cannot represent `value`.
+        ValueError
+            If `value` does not broadcast against the entries.
+
+        Examples
+        --------
+        >>> import scree
+        >>> arr = scree.from_lists([[1, 2], [3]])
+        >>> arr.at[:, 0].set(0).tolist()
+        [[0, 2], [0]]
+        """
         return UPPER.update(self.array, self.key, "set", value)
 
     def add(self, value: Any) -> Array:
-        """Return the array with `value` added to the entries."""
+        """Return the array with `value` added to the entries.
+
+        Parameters
+        ----------
+        value
+            A number, or an array that broadcasts against the selected entries.
+
+        Returns
+        -------
+        Array
+            New array on the same layout.
+
+        Raises
+        ------
+        TypeError
+            If the dtype of the array cannot represent `value`.
+        ValueError
+            If `value` does not broadcast against the entries.
+
+        Examples
+        --------
+        >>> import scree
+        >>> arr = scree.from_lists([[1, 2], [3]])
+        >>> arr.at[arr > 1].add(10).tolist()
+        [[1, 12], [13]]
+        """
         return UPPER.update(self.array, self.key, "sum", value)
 
     def multiply(self, value: Any) -> Array:
-        """Return the array with the entries multiplied by `value`."""
+        """Return the array with the entries multiplied by `value`.
+
+        Parameters
+        ----------
+        value
+            A number, or an array that broadcasts against the selected entries.
+
+        Returns
+        -------
+        Array
+            New array on the same layout.
+
+        Raises
+        ------
+        TypeError
+            If the dtype of the array cannot represent `value`.
+        ValueError
+            If `value` does not broadcast against the entries.
+
+        Examples
+        --------
+        >>> import scree
+        >>> arr = scree.from_lists([[1, 2], [3]])
+        >>> arr.at[1].multiply(2).tolist()
+        [[1, 2], [6]]
+        """
         return UPPER.update(self.array, self.key, "prod", value)
 
     def min(self, value: Any) -> Array:
-        """Return the array with the minimum of the entries and `value`."""
+        """Return the array with the minimum of the entries and `value`.
+
+        Parameters
+        ----------
+        value
+            A number, or an array that broadcasts against the selected entries.
+
+        Returns
+        -------
+        Array
+            New array on the same layout.
+
+        Raises
+        ------
+        TypeError
+            If the dtype of the array cannot represent `value`.
+        ValueError
+            If `value` does not broadcast against the entries.
+
+        Examples
+        --------
+        >>> import scree
+        >>> arr = scree.from_lists([[1, 2], [3]])
+        >>> arr.at[:, 0].min(2).tolist()
+        [[1, 2], [2]]
+        """
         return UPPER.update(self.array, self.key, "min", value)
 
     def max(self, value: Any) -> Array:
-        """Return the array with the maximum of the entries and `value`."""
+        """Return the array with the maximum of the entries and `value`.
+
+        Parameters
+        ----------
+        value
+            A number, or an array that broadcasts against the selected entries.
+
+        Returns
+        -------
+        Array
+            New array on the same layout.
+
+        Raises
+        ------
+        TypeError
+            If the dtype of the array cannot represent `value`.
+        ValueError
+            If `value` does not broadcast against the entries.
+
+        Examples
+        --------
+        >>> import scree
+        >>> arr = scree.from_lists([[1, 2], [3]])
+        >>> arr.at[:, 0].max(2).tolist()
+        [[2, 2], [3]]
+        """
         return UPPER.update(self.array, self.key, "max", value)
 
 

@@ -30,6 +30,12 @@ class Explanation:
         Provider -> reason, for the kernels that rejected the call before.
     note
         Why a faster variant of the selected kernel does not run; None if the fastest one runs.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> print(scree.explain("sum", scree.from_lengths(np.ones(3), [1, 2]), axis=1))
+    sum: runs on 'reduceat'
     """
 
     operation: str

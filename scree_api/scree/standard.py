@@ -85,11 +85,21 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        upper
+            Return the upper factor instead of the lower one.
 
         Returns
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.cholesky(m).values.round(2)
+        array([[[1.41, 0.  ],
+                [0.71, 1.22]]])
         """
         raise NotImplementedError
 
@@ -101,11 +111,16 @@ class Linalg(Protocol):
         Parameters
         ----------
         x1
-            Ragged or dense array, or a number.
+            Dense array.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Dense array.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of three elements.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -129,6 +144,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.det(m).values.round(2)
+        array([3.])
         """
         raise NotImplementedError
 
@@ -149,6 +171,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.diagonal(m).tolist()
+        [[[2.0, 2.0]]]
         """
         raise NotImplementedError
 
@@ -162,6 +191,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `eigenvalues` and `eigenvectors`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eig(m).eigenvectors.shape
+        (1, None, 2, 2)
         """
         raise NotImplementedError
 
@@ -175,6 +216,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `eigenvalues` and `eigenvectors`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eigh(m).eigenvalues.values.round(2)
+        array([[1., 3.]])
         """
         raise NotImplementedError
 
@@ -193,6 +246,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eigvals(m).shape
+        (1, None, 2)
         """
         raise NotImplementedError
 
@@ -211,6 +271,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.eigvalsh(m).values.round(2)
+        array([[1., 3.]])
         """
         raise NotImplementedError
 
@@ -229,6 +296,14 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.inv(m).values.round(2)
+        array([[[ 0.67, -0.33],
+                [-0.33,  0.67]]])
         """
         raise NotImplementedError
 
@@ -284,6 +359,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.matrix_norm(m).values.round(2)
+        array([3.16])
         """
         raise NotImplementedError
 
@@ -304,6 +386,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.matrix_power(m, 2).tolist()
+        [[[[5.0, 4.0], [4.0, 5.0]]]]
         """
         raise NotImplementedError
 
@@ -317,11 +406,20 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        rtol
+            Relative tolerance: smaller singular values count as 0.
 
         Returns
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.matrix_rank(m).tolist()
+        [[2]]
         """
         raise NotImplementedError
 
@@ -357,9 +455,14 @@ class Linalg(Protocol):
         Parameters
         ----------
         x1
-            Ragged or dense array, or a number.
+            Dense vector.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Dense vector.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -378,11 +481,21 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        rtol
+            Relative tolerance: smaller singular values count as 0.
 
         Returns
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.pinv(m).values.round(2)
+        array([[[ 0.67, -0.33],
+                [-0.33,  0.67]]])
         """
         raise NotImplementedError
 
@@ -396,6 +509,20 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        mode
+            "reduced" or "complete".
+
+        Returns
+        -------
+        named tuple
+            `Q` and `R`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.qr(m).R.shape
+        (1, None, 2, 2)
         """
         raise NotImplementedError
 
@@ -409,6 +536,18 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `sign` and `logabsdet`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.slogdet(m).logabsdet.values.round(2)
+        array([1.1])
         """
         raise NotImplementedError
 
@@ -421,14 +560,22 @@ class Linalg(Protocol):
         Parameters
         ----------
         x1
-            Ragged or dense array, or a number.
+            Ragged or dense array of square matrices.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Right-hand sides: vectors or matrices.
 
         Returns
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.solve(m, xp.ones((2, 1))).values.round(2)
+        array([[[0.33],
+                [0.33]]])
         """
         raise NotImplementedError
 
@@ -442,6 +589,20 @@ class Linalg(Protocol):
         ----------
         x
             Ragged or dense array.
+        full_matrices
+            Return square `U` and `Vh`.
+
+        Returns
+        -------
+        named tuple
+            `U`, `S` and `Vh`.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.svd(m).S.values.round(2)
+        array([[3., 1.]])
         """
         raise NotImplementedError
 
@@ -460,6 +621,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.svdvals(m).values.round(2)
+        array([[3., 1.]])
         """
         raise NotImplementedError
 
@@ -519,6 +687,13 @@ class Linalg(Protocol):
         -------
         array
             Ragged if the argument is, else dense.
+
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> m = scree.from_lists([[[[2.0, 1.0], [1.0, 2.0]]]])
+        >>> xp.linalg.trace(m).tolist()
+        [[4.0]]
         """
         raise NotImplementedError
 
@@ -536,6 +711,11 @@ class Linalg(Protocol):
             Ragged or dense array, or a number, broadcast against the other.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis, else ragged if an argument is.
 
         Examples
         --------
@@ -566,6 +746,11 @@ class Linalg(Protocol):
         ord
             Order of the norm.
 
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis or None, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -592,9 +777,16 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -628,8 +820,17 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -649,7 +850,12 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         axes
-            The order of the axes.
+            Axes to shift; by default all of them.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -671,9 +877,16 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the result; by default 2 * (m - 1) for an axis of size m.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -695,9 +908,16 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -724,8 +944,17 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -745,7 +974,12 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         axes
-            The order of the axes.
+            Axes to shift; by default all of them.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -767,9 +1001,16 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -791,9 +1032,16 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the result; by default 2 * (m - 1) for an axis of size m.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -820,8 +1068,17 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -843,9 +1100,16 @@ class Fft(Protocol):
         x
             Ragged or dense array.
         n
-            How often to apply it.
+            Length of the transform; by default the size of the axis.
         axis
-            Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+            Axis of the transform.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -879,8 +1143,17 @@ class Fft(Protocol):
         ----------
         x
             Ragged or dense array.
+        s
+            Length of the transform along each axis.
         axes
-            The order of the axes.
+            Axes of the transform; by default all of them.
+        norm
+            Place of the factor 1/n: "backward", "ortho" or "forward".
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -1063,6 +1336,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -1087,6 +1365,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
 
         Examples
         --------
@@ -1128,6 +1411,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis or None, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -1151,6 +1439,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis or None, else ragged.
 
         Examples
         --------
@@ -1211,6 +1504,11 @@ class Namespace(Protocol):
             Device of the result.
         copy
             True always copies, False never; None copies only where it is necessary.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Raises
         ------
@@ -1589,6 +1887,11 @@ class Namespace(Protocol):
         *arrays
             Ragged or dense arrays.
 
+        Returns
+        -------
+        sequence of arrays
+            One per argument; ragged if an argument is, else dense.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -1642,6 +1945,11 @@ class Namespace(Protocol):
             Data type or array.
         to
             Data type.
+
+        Returns
+        -------
+        bool
+            True if the conversion is allowed.
 
         Examples
         --------
@@ -1863,6 +2171,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
 
         Examples
         --------
@@ -2280,6 +2593,11 @@ class Namespace(Protocol):
         copy
             True always copies, False never; None copies only where it is necessary.
 
+        Returns
+        -------
+        array
+            Dense.
+
         Raises
         ------
         TypeError
@@ -2509,7 +2827,7 @@ class Namespace(Protocol):
         x1
             Ragged or dense array, or a number.
         x2
-            Ragged or dense array, or a number, broadcast against the other.
+            Ragged or dense array, or a number: the values to look for.
         invert
             Test for absence.
 
@@ -3009,6 +3327,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -3069,6 +3392,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -3090,6 +3418,11 @@ class Namespace(Protocol):
             Vectors.
         indexing
             "xy" or "ij".
+
+        Returns
+        -------
+        tuple of arrays
+            Dense arrays, one per argument.
 
         Raises
         ------
@@ -3113,6 +3446,11 @@ class Namespace(Protocol):
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
         keepdims
             Keep the reduced axes, with size 1.
+
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
 
         Examples
         --------
@@ -3294,6 +3632,11 @@ class Namespace(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        tuple of dense arrays
+            One array of indices per axis of `x`.
 
         Examples
         --------
@@ -3480,6 +3823,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -3642,6 +3990,11 @@ class Namespace(Protocol):
         ----------
         *arrays_and_dtypes
             Arrays, data types and numbers.
+
+        Returns
+        -------
+        dtype
+            A data type of the library.
 
         Examples
         --------
@@ -3996,6 +4349,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4060,6 +4418,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4083,6 +4446,11 @@ class Namespace(Protocol):
             Integer array of positions.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Ragged if `x` or `indices` are, else dense.
 
         Examples
         --------
@@ -4326,6 +4694,11 @@ class Namespace(Protocol):
         x
             Ragged or dense array.
 
+        Returns
+        -------
+        named tuple
+            `values`, `indices`, `inverse_indices` and `counts`.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4344,6 +4717,11 @@ class Namespace(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        named tuple
+            `values` and `counts`.
 
         Examples
         --------
@@ -4365,6 +4743,11 @@ class Namespace(Protocol):
         x
             Ragged or dense array.
 
+        Returns
+        -------
+        named tuple
+            `values` and `inverse_indices`.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4383,6 +4766,11 @@ class Namespace(Protocol):
         ----------
         x
             Ragged or dense array.
+
+        Returns
+        -------
+        array
+            Dense.
 
         Examples
         --------
@@ -4404,6 +4792,11 @@ class Namespace(Protocol):
             Ragged or dense array.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        tuple of arrays
+            One per entry of the axis.
 
         Examples
         --------
@@ -4435,6 +4828,11 @@ class Namespace(Protocol):
         keepdims
             Keep the reduced axes, with size 1.
 
+        Returns
+        -------
+        array
+            Dense if the ragged axis or all axes are reduced, else ragged.
+
         Examples
         --------
         >>> import scree, scree.xp.numpy as xp
@@ -4458,6 +4856,11 @@ class Namespace(Protocol):
             Ragged or dense array, or a number, broadcast against the other.
         axis
             Axis; 0 is the batch, and the ragged axis is 1 unless `ragged_dim` moves it.
+
+        Returns
+        -------
+        array
+            Dense if `axis` is the ragged axis, else ragged if an argument is.
 
         Examples
         --------

@@ -111,6 +111,21 @@ def to_awkward(arr: Array) -> Any:
 def from_ragged(array: Any) -> Array:
     """Return a NumPy ragged array of a `ragged.array`, on its memory; see `from_awkward`.
 
+    Parameters
+    ----------
+    array
+        `ragged.array` with one ragged axis.
+
+    Returns
+    -------
+    Array
+        The rows on NumPy.
+
+    Raises
+    ------
+    TypeError
+        If `array` is not a `ragged.array`, or its rows are not rows of numbers.
+
     Examples
     --------
     >>> import ragged, scree
@@ -125,6 +140,21 @@ def from_ragged(array: Any) -> Array:
 
 def to_ragged(arr: Array) -> Any:
     """Return a `ragged.array` on the values and offsets of the array; see `to_awkward`.
+
+    Parameters
+    ----------
+    arr
+        Ragged array of any library; arrays in host memory are not copied.
+
+    Returns
+    -------
+    ragged.array
+        The same rows.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is not a ragged array.
 
     Examples
     --------

@@ -69,17 +69,78 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
 
 
 def to_jax(arr: Array) -> Array:
-    """Return the array on JAX; see `to_backend`."""
+    """Return the array on JAX; see `to_backend`.
+
+    Parameters
+    ----------
+    arr
+        Ragged array of any library.
+
+    Returns
+    -------
+    Array
+        The same rows on JAX.
+
+    Raises
+    ------
+    TypeError
+        See `to_backend`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> arr = scree.from_lengths(np.arange(3, dtype=np.float32), [1, 2])
+    >>> scree.bridges.to_jax(arr).values.tolist()
+    [0.0, 1.0, 2.0]
+    """
     return to_backend(arr, "jax")
 
 
 def to_mlx(arr: Array) -> Array:
-    """Return the array on MLX, which copies; see `to_backend`."""
+    """Return the array on MLX, which copies; see `to_backend`.
+
+    Parameters
+    ----------
+    arr
+        Ragged array of any library.
+
+    Returns
+    -------
+    Array
+        The same rows on MLX.
+
+    Raises
+    ------
+    TypeError
+        See `to_backend`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> arr = scree.from_lengths(np.arange(3, dtype=np.float32), [1, 2])
+    >>> scree.bridges.to_mlx(arr).values.tolist()
+    [0.0, 1.0, 2.0]
+    """
     return to_backend(arr, "mlx")
 
 
 def to_numpy(arr: Array) -> Array:
     """Return the array on NumPy; see `to_backend`.
+
+    Parameters
+    ----------
+    arr
+        Ragged array of any library.
+
+    Returns
+    -------
+    Array
+        The same rows on NumPy, in host memory.
+
+    Raises
+    ------
+    TypeError
+        See `to_backend`.
 
     Examples
     --------
@@ -92,7 +153,30 @@ def to_numpy(arr: Array) -> Array:
 
 
 def to_torch(arr: Array) -> Array:
-    """Return the array on PyTorch; see `to_backend`."""
+    """Return the array on PyTorch; see `to_backend`.
+
+    Parameters
+    ----------
+    arr
+        Ragged array of any library.
+
+    Returns
+    -------
+    Array
+        The same rows on PyTorch.
+
+    Raises
+    ------
+    TypeError
+        See `to_backend`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> arr = scree.from_lengths(np.arange(3, dtype=np.float32), [1, 2])
+    >>> scree.bridges.to_torch(arr).values
+    tensor([0., 1., 2.])
+    """
     return to_backend(arr, "torch")
 
 

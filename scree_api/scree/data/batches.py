@@ -129,8 +129,10 @@ class TokenBudgetSampler:
         Whether each epoch has a new order of the rows.
     seed
         Seed of the shuffle, combined with the epoch; must be equal on all ranks.
-    rank, num_ranks
-        Index of this process, and number of processes. All ranks get the same number of batches
+    rank
+        Index of this process.
+    num_ranks
+        Number of processes. All ranks get the same number of batches
         with nearly equal numbers of tokens. Each row is in one batch of one rank per epoch; rows
         repeat only if there are fewer rows than ranks.
     drop_last
@@ -198,11 +200,39 @@ class TokenBudgetSampler:
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the first batch of an epoch."""
+        """Move to the first batch of an epoch.
+
+        Parameters
+        ----------
+        epoch
+            Number of the epoch, at least 0.
+
+        Examples
+        --------
+        >>> from scree.data import TokenBudgetSampler
+        >>> sampler = TokenBudgetSampler([4, 3, 2], budget=8)
+        >>> sampler.set_epoch(5)
+        >>> sampler.epoch
+        5
+        """
         self.epoch, self.position = check_integer("epoch", epoch, 0), 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the position in it and the settings; equal on all ranks."""
+        """Return the epoch, the position in it and the settings; equal on all ranks.
+
+        Returns
+        -------
+        dict
+            Integers by name, for `load_state_dict`.
+
+        Examples
+        --------
+        >>> from scree.data import TokenBudgetSampler
+        >>> sampler = TokenBudgetSampler([4, 3, 2], budget=7)
+        >>> _ = next(iter(sampler))
+        >>> sampler.state_dict()["position"]
+        1
+        """
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -213,10 +243,24 @@ class TokenBudgetSampler:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from the state that `state_dict` returned.
 
+        Parameters
+        ----------
+        state
+            Result of `state_dict`, on any rank.
+
         Raises
         ------
         ValueError
             If the state belongs to other rows or settings, whose batches would differ.
+
+        Examples
+        --------
+        >>> from scree.data import TokenBudgetSampler
+        >>> sampler, resumed = (TokenBudgetSampler([4, 3, 2], 7, shuffle=False) for _ in range(2))
+        >>> _ = next(iter(sampler))
+        >>> resumed.load_state_dict(sampler.state_dict())
+        >>> list(resumed)
+        [[2]]
         """
         for name, expected in self._settings().items():
             if state.get(name) != expected:
@@ -506,6 +550,14 @@ class Interleaved(NamedTuple):
         ``tokens[modality == 1]`` contains its tokens, row by row.
     segment
         (n, None) int32 index of the segment of each token in its row.
+
+    Examples
+    --------
+    >>> import numpy as np, scree.data
+    >>> text, image = 0, 1
+    >>> batch = scree.data.interleave([[(text, np.asarray([5, 6])), (image, np.asarray([90]))]])
+    >>> batch.modality.tolist(), batch.segment.tolist()
+    ([[0, 0, 1]], [[0, 0, 1]])
     """
 
     tokens: Array

@@ -54,7 +54,7 @@ def bucket(arr: Array, *others: Any, growth: float = 2, fill_value: Any = 0) -> 
         If `arr` is not a ragged array, or its dtype cannot represent `fill_value`. Also under a
         trace, where the offsets cannot be read.
     ValueError
-        If `growth` is less than `MIN_GROWTH`, or another array has other rows.
+        If `growth` is less than 1.01, or another array has other rows.
 
     Examples
     --------

@@ -13,7 +13,18 @@ from dataclasses import dataclass
 class Kind:
     """The action of a function on ragged arrays.
 
-    `why` is the reason why it has none, and the alternative.
+    Attributes
+    ----------
+    name
+        The implementation that serves the function; "plain" and "unsupported" have none.
+    why
+        For "unsupported" the reason, and the alternative.
+
+    Examples
+    --------
+    >>> import scree
+    >>> scree.functions.KINDS["sum"]
+    Kind(name='reduction', why='')
     """
 
     name: str
