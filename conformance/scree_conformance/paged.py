@@ -146,7 +146,7 @@ def append_paged(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.append_paged: rope", ("plain", "blocks"), kernel="append_paged")
 def append_paged_with_rope(bench: Bench, layout: Layout, dtype: str) -> None:
-    """The rotated queries and keys are those of `rope` with the positions in the cache."""
+    """The queries and keys are rotated as by `rope` with the positions in the cache."""
     lengths = lengths_of(layout)
     new = last_tokens(lengths)
     cache = Cache(bench, lengths, 4)

@@ -390,6 +390,9 @@ class Array:
     def __iter__(self) -> Iterator[Any]:
         return iter(UPPER.unpack(self))
 
+    def __contains__(self, value: Any) -> NoReturn:
+        raise TypeError("a ragged array has no `in`: use xp.any(arr == value)")
+
     def __bool__(self) -> NoReturn:
         raise TypeError("the truth value of a ragged array is ambiguous: use xp.any or xp.all")
 

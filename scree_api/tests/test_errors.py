@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
     "mT of one axis": (lambda x: x.r(ROWS).mT, ValueError, ("mT: expected at least two axes", "(3, None)")),
     "a stream": (lambda x: x.r(ROWS).to_device(x.r(ROWS).device, stream=1), ValueError, ("stream: expected None",)),
     "truth": (lambda x: bool(x.r(ROWS)), TypeError, ("truth value of a ragged array is ambiguous", "xp.any or xp.all")),
+    "contains": (lambda x: 3.0 in x.r(ROWS), TypeError, ("no `in`", "xp.any(arr == value)")),
     "hash": (lambda x: hash(x.r(ROWS)), TypeError, ("unhashable type: 'Array'",)),
     "change": (lambda x: x.r(ROWS).__setitem__(0, 1), TypeError, ("does not change", "scree.at(arr)[...].set(value)")),
     "as NumPy": (lambda x: np.asarray(x.r(ROWS)), TypeError, ("not a NumPy array", "arr.values", "scree.to_padded")),

@@ -34,11 +34,12 @@ reference = import_from_docs("reference_pages")
 #: Public names with a page, except other names of the same function.
 NAMES = [name for name, page in groups.pages().items() if name == page]
 
-#: Class -> the sections that it lacks. Users construct only `Array` and the sampler; only kernels
+#: Class -> the sections that it lacks. Users construct `Array`, the pool and the sampler; only kernels
 #: construct a `Layout`, and no user constructs the others.
 CLASSES = {
     "Array": {"Returns"},
     "Namespace": {"Parameters", "Returns"},
+    "PagePool": {"Returns"},
     "data.Interleaved": {"Parameters", "Returns"},
     "data.TokenBudgetSampler": {"Returns"},
     "explanation.Explanation": {"Parameters", "Returns"},

@@ -194,6 +194,13 @@ def test_first_call_of_a_process_compiles() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_index_that_reads_offsets_names_the_reason_under_compile() -> None:
+    x = scree.from_lengths(torch.arange(4.0), [1, 3])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="depends on the offsets"):
+        compiled(lambda x: x[:, :2].values)(x)
+    assert torch.compile(lambda x: x[:, :2].values, backend="eager")(x).tolist() == [0, 1, 2]
+
+
 def test_matmul_of_a_tensor_and_a_ragged_array_raises_under_compile() -> None:
     x = scree.from_lengths(torch.arange(8.0).reshape(4, 2), [1, 3])
     w = torch.ones(2, 2)

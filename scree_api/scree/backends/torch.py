@@ -37,10 +37,11 @@ def _peek(x: torch.Tensor) -> np.ndarray | None:
 
 
 def _read(x: torch.Tensor) -> np.ndarray:
+    if torch.compiler.is_compiling():  # before functions that Dynamo cannot trace
+        raise TypeError(UNREADABLE)
     while is_gradtrackingtensor(x):
         x = get_unwrapped(x)
-    is_hidden = is_functorch_wrapped_tensor(x) or type(x) not in _PLAIN_TYPES
-    if torch.compiler.is_compiling() or is_hidden:
+    if is_functorch_wrapped_tensor(x) or type(x) not in _PLAIN_TYPES:
         raise TypeError(UNREADABLE)
     with _untraced(x):
         if x.device.type != "cuda" or x.nbytes > MAX_INLINE_BYTES:

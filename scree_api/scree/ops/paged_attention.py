@@ -144,7 +144,7 @@ def paged_attention(
         Pages of each row in order: (n, None) ragged or (n, width) dense integers. Entries after the
         pages in use are never read and may have any value.
     kv_lengths
-        (n,) integers: cached tokens per row, those of `q` included. A row without tokens gives 0.
+        (n,) integers: cached tokens per row, the tokens of `q` included. A row without tokens gives 0.
     causal, window, scale, softcap, alibi_slopes, sinks, return_lse
         As in `attention`. The last query and the last key are aligned.
     k_scale, v_scale
