@@ -9,6 +9,12 @@ from importlib.util import find_spec
 
 import pytest
 
+# JAX compiles every operation for every shape, which takes most of the time of the tests. Without
+# optimizations it takes two thirds. `python -m scree_conformance` runs with optimizations.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+
 NEEDS = {
     "bench/tests": "typer matplotlib",
     "kernels_triton/tests": "triton",
