@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import scree
 from scree.dispatch.operation import OPERATIONS
 from scree.functions import EXTENSIONS, KINDS
 from scree_conformance.coverage import VARIANTS
@@ -94,6 +95,13 @@ TABLES = {
 }
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace every `<!-- table: NAME -->` by the table."""
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
+    """Replace every `<!-- table: NAME -->` by the table; rank guides first in the search."""
+    if page is not None and page.file.src_uri.startswith(("guides/", "tutorial")):
+        page.meta.setdefault("search", {"boost": 3})
     return re.sub(r"<!-- table: (\w+) -->", lambda match: TABLES[match[1]], markdown)
+
+
+def on_config(config: Any) -> None:
+    """Show the version at the end of every page."""
+    config.copyright = f"scree {scree.__version__}, Apache License 2.0"
