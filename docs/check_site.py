@@ -22,7 +22,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 WIDTHS = {"phone": 390, "desktop": 1280}
 #: Words that a reader searches -> a page among the first three results.
@@ -145,11 +145,11 @@ def check_copies(page: Page, base: str, addresses: list[str]) -> list[str]:
     return errors
 
 
-def take_pictures(page: Page, base: str, folder: Path) -> None:
+def take_pictures(browser: Browser, base: str, folder: Path) -> None:
     """Write one picture per page, width and colour scheme."""
     folder.mkdir(parents=True, exist_ok=True)
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
+        page = browser.new_context(color_scheme=scheme).new_page()
         for address in PICTURES:
             for name, width in WIDTHS.items():
                 page.set_viewport_size({"width": width, "height": 900})
@@ -173,7 +173,7 @@ def main() -> None:
         context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
         page = context.new_page()
         if options.pictures:
-            take_pictures(page, base, options.pictures)
+            take_pictures(browser, base, options.pictures)
         addresses = [a for a in page_addresses(options.site) if (options.only or "") in a]
         errors = check_pages(page, base, addresses)
         errors += check_search(page, base)
