@@ -394,8 +394,9 @@ def _section(result: Result, embed: Embed) -> Iterator[str]:
     if any(shown):
         yield fold(f"Pictures ({len(shown)})", "\n\n".join(shown))
     for table in plots.tables(result):
-        title = table.caption or f"{name}, {len(table.lines)} lines"
-        yield fold(f"Table: {title}", table._replace(caption="").markdown())
+        title = f"Table of {len(table.lines)} lines"
+        title += f": {table.caption}" if table.caption else ""
+        yield fold(title, table._replace(caption="").markdown())
     if result.left_out:
         left_out = "\n".join(f"- {entry['what']}: {entry['why']}" for entry in result.left_out)
         yield fold("Not run", left_out.replace("<", "&lt;"))

@@ -31,20 +31,27 @@ COLORS = {
     "chart-scree": ("#0969da", "#58a6ff"),
     "chart-1": ("#e16f24", "#ffa657"),
     "chart-2": ("#2da44e", "#56d364"),
-    "chart-3": ("#8250df", "#d2a8ff"),
+    "chart-3": ("#d63384", "#f778ba"),
     "chart-4": ("#bf8700", "#e3b341"),
     "chart-5": ("#cf222e", "#ff7b72"),
     "chart-6": ("#1b7c83", "#39c5cf"),
-    "chart-7": ("#d63384", "#f778ba"),
-    "chart-8": ("#7a5230", "#c69c6d"),
+    "chart-7": ("#7a5230", "#c69c6d"),
+    "chart-8": ("#6b7a1f", "#b5c464"),
 }
-#: Stand-ins that matplotlib accepts as colors, until the SVG gets the CSS variables.
-STAND_INS = {name: f"#0000{i + 16:02x}" for i, name in enumerate(COLORS)}
-TEXT, GRID, LIMIT, SCREE, *PEERS = STAND_INS.values()
+#: Placeholders that matplotlib accepts as colors, until the SVG gets the CSS variables.
+PLACEHOLDERS = {name: f"#0000{i + 16:02x}" for i, name in enumerate(COLORS)}
+TEXT, GRID, LIMIT, SCREE, *PEERS = PLACEHOLDERS.values()
 # Lines may overlap, so they also differ in style.
 STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 3)))
 #: Inches. A picture is 360 points wide and fits a phone without scaling.
 SIZE = (5.0, 3.2)
+#: Peers that many pictures share -> the index of their color.
+PEER_COLORS = {
+    "FA4": 0, "FA2": 1, "FA2 (aten)": 1, "FA3": 5, "FA3 (forward only)": 5, "padded, SDPA": 2,
+    "varlen_attn (FA2)": 7, "flex_attention": 3, "torch.nested, SDPA": 4,
+    "loop over rows, SDPA": 6, "efficient": 2, "efficient, packed": 2, "torch": 0,
+    "torch, compiled": 1, "liger_kernel": 2, "quack": 3, "padded": 4, "bare": 0,
+}  # fmt: skip
 #: Opacity of the first and of further forms of scree in one picture.
 OPACITIES = (1.0, 0.65, 0.4, 0.25)
 #: Maximum points per letter in a picture, and points of a figure's width outside the axes.
@@ -180,7 +187,7 @@ def _round_coordinates(tag: re.Match[str]) -> str:
 
 
 def _compact(svg: str, caption: str) -> str:
-    """Replace stand-ins by CSS variables, and drop what a page does not need from an SVG."""
+    """Replace placeholder colors by CSS variables, and drop what a page does not need from an SVG."""
     from html import escape
 
     svg = svg[svg.index("<svg") :]
@@ -188,7 +195,7 @@ def _compact(svg: str, caption: str) -> str:
     svg = re.sub(r'<clipPath.*?</clipPath>| clip-path="[^"]*"', "", svg, flags=re.DOTALL)
     svg = re.sub(r"<defs>\s*</defs>", "", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    for name, color in STAND_INS.items():
+    for name, color in PLACEHOLDERS.items():
         svg = svg.replace(color, f"var(--{name})")
     used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', svg))
     names = {name for pair in used for name in pair if name}
@@ -248,8 +255,13 @@ def contender_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     for i, name in enumerate(forms):
         styles[name] = {"color": SCREE, "alpha": OPACITIES[min(i, len(OPACITIES) - 1)]}
     crowded = is_crowded(names)
-    for i, name in enumerate(peers):
-        styles[name] = {"color": PEERS[0 if crowded else i]}
+    taken: dict[str, int] = {}
+    for name in sorted(peers, key=lambda name: name not in PEER_COLORS):
+        wanted = PEER_COLORS.get(name, 0)
+        free = [i for i in (wanted, *range(len(PEERS))) if i not in taken.values()]
+        taken[name] = 0 if crowded else free[0]
+    for name in peers:
+        styles[name] = {"color": PEERS[taken[name]]}
     for name in names:
         if name in LIMITS:
             styles[name] = {

@@ -450,7 +450,7 @@ def test_picture_has_variables_as_colors_and_rounded_coordinates():
     assert "padded" in svg and "2.07 s" in svg  # text stays text, and is not rounded
     body = re.sub(r">[^<]*<", "><", svg)
     assert not re.search(r"\d\.\d\d", body) and "#0000" not in body
-    for name in ("chart-text", "chart-scree", "chart-1", "chart-limit"):
+    for name in ("chart-text", "chart-scree", "chart-5", "chart-limit"):
         assert f"var(--{name})" in svg
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert len(svg) < 8000
@@ -461,6 +461,9 @@ def test_limits_are_hatched_outlines_and_peers_have_other_colors_than_scree():
     assert styles["scree"]["color"] == styles["scree, compiled"]["color"] == plots.SCREE
     assert styles["scree"]["alpha"] > styles["scree, compiled"]["alpha"]
     assert styles["padded"]["color"] in plots.PEERS
+    # A peer keeps its color in pictures with other peers.
+    for others in (["FA4"], ["FA4", "FA2 (aten)", "new"], ["new", "FA4"]):
+        assert plots.contender_styles(others)["FA4"]["color"] == plots.PEERS[0]
     assert styles["limit"]["facecolor"] == "none" and styles["limit"]["hatch"]
 
 
