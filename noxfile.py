@@ -149,7 +149,7 @@ def docs(session: nox.Session) -> None:
 
     `nox -s docs -- serve` previews it.
     """
-    session.install("-e", ".[docs]", "-e", "conformance")
+    session.install("-e", ".[docs]", *PARTS)
     session.run(
         "mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"}
     )

@@ -1,4 +1,4 @@
-"""Timing and memory: interleaved calls, medians with every sample kept, failures as results.
+"""Timing and memory: interleaved calls, samples, failures as results.
 
 Contenders are measured round-robin, so that a drift of the machine affects all of them equally. A
 contender that has used its budget leaves the rounds. The first call of each contender warms up

@@ -4,15 +4,16 @@ A row has a contender (``who``), its case and its outcome::
 
     {"case": {"rows": 16, "dtype": "float32"}, "who": "scree", "status": "ok", "why": "",
      "values": {"forward_s": 0.0123, "forward_error": 2e-7},
-     "samples": {"forward_s": [0.0122, 0.0123, 0.0125]}}
+     "spreads": {"forward_s": 0.0061}, "counts": {"forward_s": 3}}
 
-The name of a value ends in its unit: see `UNITS`. A sampled value is the median of its samples.
+The name of a value ends in its unit: see `UNITS`. A sampled value is the median of its samples. Its
+spread is half the interquartile range of the samples relative to the median, and its count is the
+number of samples. The samples themselves are not stored: they were nine tenths of the bytes.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,8 +21,19 @@ from typing import Any, NamedTuple
 
 from .measure import FAILED, OUT_OF_MEMORY, Failure, median, spread
 
-SCHEMA = "scree-bench/1"
+SCHEMA = "scree-bench/2"
+#: Digits of a stored number. Further digits are noise.
+DIGITS = 6
 OK = "ok"
+#: Contenders that do less than the others: scree is not expected to be faster.
+LIMITS = (
+    "limit",
+    "plain copy",
+    "nothing",
+    "empty",
+    "torch, all rows as one",
+    "torch, one dense product",
+)
 
 
 class Unit(NamedTuple):
@@ -70,7 +82,8 @@ class Row:
     status: str = OK
     why: str = ""
     values: dict[str, float] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=dict)
+    spreads: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, outcome: Sequence[float] | Failure) -> None:
         """Add samples, or the reason for their absence. Earlier measurements stay."""
@@ -78,8 +91,14 @@ class Row:
             self.status = outcome.status
             self.why = "; ".join(filter(None, (self.why, f"{name}: {outcome.why}")))
         else:
-            self.samples[name] = [float(f"{x:.8g}") for x in outcome]  # further digits are noise
-            self.values[name] = median(self.samples[name])
+            self.values[name] = round_digits(median(outcome))
+            self.spreads[name] = round_digits(spread(outcome), 2)
+            self.counts[name] = len(outcome)
+
+
+def round_digits(x: float, digits: int = DIGITS) -> float:
+    """Round to significant digits."""
+    return float(f"{x:.{digits}g}")
 
 
 @dataclass
@@ -98,6 +117,11 @@ class Result:
     schema: str = SCHEMA
 
     @property
+    def part(self) -> str:
+        """The part of the subcommand that was run, or "" for the whole subcommand."""
+        return str(self.machine.get("part", ""))
+
+    @property
     def where(self) -> str:
         """The measured device, in words."""
         about = self.machine
@@ -113,14 +137,31 @@ class Result:
         ]
 
     def write(self, path: Path) -> None:
-        """Write the JSON."""
+        """Write the JSON, with one line per row."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(self), indent=1, allow_nan=True)
-        # Put a list of numbers on one line.
-        text = re.sub(
-            r"\[[^][{}\"]*\]", lambda parse_numbers: " ".join(parse_numbers[0].split()), text
-        )
-        path.write_text(text + "\n", encoding="utf-8")
+        data = asdict(self)
+        for part in (data["machine"], data, *data["rows"]):
+            for name in {"limits", "extra", "values"} & part.keys():
+                part[name] = _rounded(part[name])
+        rows = ",\n".join(map(_compact, data.pop("rows")))
+        head = ",\n".join(f"{_compact(name)}:{_compact(x)}" for name, x in data.items())
+        path.write_text(f'{{{head},\n"rows":[\n{rows}\n]}}\n', encoding="utf-8")
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _rounded(x) for name, x in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_rounded(x) for x in data]
+    if isinstance(data, float):
+        short = round_digits(data)
+        # An integer is shorter than "123456000.0".
+        return int(short) if short.is_integer() and abs(short) < 2**53 else short
+    return data
+
+
+def _compact(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"))
 
 
 def read(path: Path) -> Result:
@@ -137,17 +178,32 @@ def read(path: Path) -> Result:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected JSON of scree-bench, got {error}") from error
     try:
+        data = _reduced(data)
         check(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return Result(**{**data, "rows": [Row(**row) for row in data["rows"]]})
 
 
+def _reduced(data: Any) -> Any:
+    """Reduce the rows of the first schema, which held all samples, to the present schema."""
+    if not isinstance(data, dict) or data.get("schema") != "scree-bench/1":
+        return data
+    rows = []
+    for row in data.get("rows", []):
+        kept = {name: x for name, x in row.items() if name != "samples"}
+        samples = row.get("samples", {})
+        kept["spreads"] = {name: round_digits(spread(x), 2) for name, x in samples.items()}
+        kept["counts"] = {name: len(x) for name, x in samples.items()}
+        rows.append(kept)
+    return {**data, "schema": SCHEMA, "rows": rows}
+
+
 _NUMBER = (int, float)
 _ROW: dict[str, Any] = {
     "case": {str: (str, int, float, bool, type(None))},
     "who": str, "status": (OK, OUT_OF_MEMORY, FAILED), "why": str,
-    "values": {str: _NUMBER}, "samples": {str: [_NUMBER]},
+    "values": {str: _NUMBER}, "spreads": {str: _NUMBER}, "counts": {str: int},
 }  # fmt: skip
 _RESULT: dict[str, Any] = {
     "schema": (SCHEMA,), "command": str, "config": dict, "machine": dict,
@@ -203,11 +259,18 @@ class Table(NamedTuple):
         rows = [
             self.header,
             ["---"] * len(self.header),
-            *([x.replace("|", "\\|") for x in line] for line in self.lines),
+            *([_escape(x) for x in line] for line in self.lines),
         ]
         caption = [f"{self.caption[0].upper()}{self.caption[1:]}:", ""] if self.caption else []
-        notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        notes = (
+            ["", *(f"- {note.replace('<', '&lt;')}" for note in self.notes)] if self.notes else []
+        )
         return "\n".join([*caption, *("| " + " | ".join(row) + " |" for row in rows), *notes])
+
+
+def _escape(entry: str) -> str:
+    """Escape what Markdown would read as the end of a cell or as HTML, such as C++ templates."""
+    return entry.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _unique(names: Iterable[str]) -> list[str]:
@@ -217,18 +280,33 @@ def _unique(names: Iterable[str]) -> list[str]:
 def cell(row: Row, name: str, reference: Row | None) -> str:
     """Return a value as text.
 
-    Sampled values also show the spread. Times and bytes also show the ratio to the reference row.
+    Sampled values also show the spread. Times and bytes also show the ratio to the reference row,
+    in bold if the row is a peer that needs less than the reference.
     """
     if name not in row.values:
         return row.status if row.status != OK else ""
     x, kind = row.values[name], unit(name)
     text = kind.show(x)
-    if name.endswith("_s") and len(row.samples.get(name, ())) > 1:
-        text += f" ±{spread(row.samples[name]):.0%}"
+    if name.endswith("_s") and row.counts.get(name, 0) > 1:
+        text += f" ±{row.spreads[name]:.0%}"
     base = reference.values.get(name) if reference is not None and reference is not row else None
     if base and kind.better < 0 and not name.endswith(("_error", "_ratio")):
-        text += f" ({x / base:.2f}x)"
+        ratio = f"({x / base:.2f}x)"
+        text += f" {bold(ratio)}" if is_loss(base / x if x else 1.0, row.who) else f" {ratio}"
     return text
+
+
+def is_loss(ratio: float, peer: str) -> bool:
+    """Return whether scree needs more than a peer, as shown with two decimals.
+
+    A limit is not a peer, and neither is another form of scree.
+    """
+    return round(ratio, 2) > 1 and peer not in LIMITS and not peer.startswith("scree")
+
+
+def bold(text: str) -> str:
+    """Return text that is bold in Markdown."""
+    return f"**{text}**"
 
 
 def tables(rows: Sequence[Row], values_shown: Sequence[str] = ()) -> list[Table]:
@@ -346,12 +424,9 @@ def compare(before: Result, after: Result, min_change: float = 0.05) -> list[Cha
             if previous is None or name not in previous.values:
                 continue
             old_value, new_value = previous.values[name], row.values[name]
-            sampled = name in row.samples
+            sampled = name in row.spreads
             noise = (
-                max(
-                    min_change,
-                    3 * (spread(previous.samples.get(name, [])) + spread(row.samples[name])),
-                )
+                max(min_change, 3 * (previous.spreads.get(name, 0.0) + row.spreads[name]))
                 if sampled
                 else 1e-9
             )

@@ -135,7 +135,7 @@ class Session:
         wait: Callable[[Any], Any] = lambda x: x,
         device: str | None = None,
     ) -> dict[str, Row]:
-        """Time contenders round-robin, and add the samples to their rows under `name`.
+        """Time contenders round-robin, and add medians and spreads to their rows under `name`.
 
         On "cuda" this is the device time, and "call_s" is accompanied by "call_host_s". With
         ``device="cpu"`` the host's clock is used on CUDA too.
@@ -226,7 +226,7 @@ class Session:
             for i, title in enumerate(table.header):
                 screen_table.add_column(title, justify="right" if i else "left")
             for line in table.lines:
-                screen_table.add_row(*map(Text, line))
+                screen_table.add_row(*(Text(x.replace("**", "")) for x in line))
             self.console.print(screen_table)
             for note in table.notes:
                 self.say(f"- {note}")

@@ -11,19 +11,19 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from scree_bench import results
+from scree_bench import pages, results
 from scree_bench.cli import MEASURING, app
-from scree_bench.commands.report import MARK, head
 from scree_bench.measure import Failure
-from scree_bench.plots import THEMES
 from scree_bench.results import OK, Result, Row
 from scree_bench.session import INTERRUPTED
 
+DOCS = Path(__file__).parents[2] / "docs"
+#: Relative error of products and sums of stored numbers, which have six digits.
+ROUNDED = 2e-5
 TORCH = find_spec("torch") is not None
 NEEDS_TORCH = ("norms", "kernels", "block", "model", "collectives")
 EAGER = ",".join(name for name in ("numpy", "torch") if find_spec(name))
@@ -136,7 +136,9 @@ def is_right_whoever_computes_it(result: Result) -> None:
         )
     )
     for row in result.rows:
-        assert row.values["forward_flops"] * row.values["forward_s"] == pytest.approx(work)
+        assert row.values["forward_flops"] * row.values["forward_s"] == pytest.approx(
+            work, rel=ROUNDED
+        )
 
 
 def is_right_within_some_roundings(result: Result) -> None:
@@ -164,13 +166,11 @@ def has_one_loss_ragged_and_padded(result: Result) -> None:
 def adds_up_to_whole_steps(result: Result) -> None:
     for row in result.rows:
         if "phase" in row.case:
-            assert sum(row.values.values()) == pytest.approx(1)
+            assert sum(row.values.values()) == pytest.approx(1, rel=ROUNDED)
         else:
-            parts = zip(
-                *(row.samples[f"{phase}_s"] for phase in ("forward", "backward", "optimizer")),
-                strict=True,
-            )
-            assert [sum(x) for x in parts] == pytest.approx(row.samples["step_s"])
+            parts = [row.values[f"{phase}_s"] for phase in ("forward", "backward", "optimizer")]
+            # Medians of few samples add up only roughly.
+            assert sum(parts) == pytest.approx(row.values["step_s"], rel=0.5)
             assert row.values["backward_peak_bytes"] >= row.values["forward_peak_bytes"] > 0
 
 
@@ -186,8 +186,8 @@ def is_right_in_every_form(result: Result) -> None:
         ]
         assert (
             whole["limit"][f"{phase}_s"]
-            == pytest.approx(sum(limits[:-1]))
-            == pytest.approx(limits[-1])
+            == pytest.approx(sum(limits[:-1]), rel=ROUNDED)
+            == pytest.approx(limits[-1], rel=ROUNDED)
         )
 
 
@@ -202,7 +202,7 @@ def counts_what_links_carry(result: Result) -> None:
     assert {row.who for row in rows} == share.keys()
     for row in rows:
         assert row.values["bus_rate"] * row.values["call_s"] == pytest.approx(
-            share[row.who] * row.case["bytes"]
+            share[row.who] * row.case["bytes"], rel=ROUNDED
         )
 
 
@@ -225,17 +225,12 @@ def test_quick_run(command, tmp_path):
     result = quick(tmp_path, command)
     assert result.complete and result.rows and result.command == command and result.config["quick"]
     for row in result.rows:
-        for name, samples in row.samples.items():
+        for name, count in row.counts.items():
             if name.endswith("_s"):
-                assert len(samples) >= 2 and min(samples) > 0
-                assert row.values[name] == pytest.approx(np.median(samples))
+                assert count >= 2 and row.values[name] > 0 and row.spreads[name] >= 0
         known = (row.case.get("operation"), row.who) in KNOWN_FAILURES
         assert row.status == OK or known, f"{row.case} {row.who}: {row.why}"
-    light, dark = (
-        sorted(path.name.removesuffix(f"-{theme}.svg") for path in tmp_path.glob(f"*-{theme}.svg"))
-        for theme in THEMES
-    )
-    assert light and light == dark
+    assert list(tmp_path.glob("*-cpu.svg"))
     for holds in CHECKS.get(command, ()):
         holds(result)
 
@@ -404,17 +399,18 @@ def test_report_and_compare(tmp_path):
         str(tmp_path / "docs" / "bench.md"),
     )
     assert "other.json" in said
-    text = (tmp_path / "docs" / "bench.md").read_text()
+    overview = (tmp_path / "docs" / "bench.md").read_text()
+    assert "](bench/cpu.md#precision)" in overview
+    text = (tmp_path / "docs" / "bench" / "cpu.md").read_text()
     for title in ("## Memory", "## Algorithms", "## Precision"):
         assert title in text
-    assert (
-        "`scree-bench precision --backend numpy --device cpu --quick`" in text
-    )  # what was not by default
-    pictures = re.findall(r"!\[[^]]+\]\((.+?)#only-(?:light|dark)\)", text)
+    # The command has the options that differ from their defaults.
+    assert "`scree-bench precision --backend numpy --device cpu --quick`" in text
+    pictures = re.findall(r"!\[[^]]+\]\((.+?)\)", text)
     assert len(pictures) >= 8
     for picture in pictures:
-        drawn = (tmp_path / "docs" / picture).read_text()
-        assert drawn.startswith("<?xml") and "<text" in drawn
+        drawn = (tmp_path / "docs" / "bench" / picture).read_text()
+        assert drawn.startswith("<svg") and "<text" in drawn
 
     worse = json.loads(paths[0].read_text())
     for row in worse["rows"]:
@@ -454,6 +450,9 @@ def sweep() -> Result:
         "device": "cuda",
         "gpu": "NVIDIA H100 80GB HBM3",
         "tag": "h100",
+        "cpu": "Xeon",
+        "cores": 16,
+        "system": "Linux x86_64",
         "limits": {"copy_rate": 3e12},
     }
     rows = []
@@ -478,50 +477,99 @@ def sweep() -> Result:
     )
 
 
-def test_report_of_attention(tmp_path):
-    sweep().write(tmp_path / "attention-h100.json")
+def test_overview_has_ratios_to_peers_and_bold_losses(tmp_path):
+    result = sweep()
+    for row in result.rows:
+        row.who = row.who.replace("FA2", "FA2 (aten)")
+    result.rows[2].values["forward_s"] = 1.2e-4  # scree on gqa, of which the peer takes 1e-4
+    result.rows[3].values["forward_s"] = 1e-4
+    result.write(tmp_path / "attention-h100.json")
     page = tmp_path / "speed.md"
     invoke("report", str(tmp_path / "attention-h100.json"), "--out", str(page))
     text = page.read_text()
+    assert "| machine | workload |  | scree | / FA2 | / FA3 | / FA4 | / efficient |" in text
+    assert "| H100 | seed, float16 | forward | 100 us | 0.50 |  |  |  |" in text
+    assert "| H100 | gqa, float16 | forward | 120 us | **1.20** |  |  |  |" in text
     assert (
-        "## Attention: NVIDIA H100 80GB HBM3" in text
-        and "Limits of the machine: copy 3 TB/s." in text
+        "- [NVIDIA H100 80GB HBM3](speed/h100.md#attention): `scree-bench attention`, "
+        "2026-01-01; torch 2.11." in text
     )
-    assert "\nCut off.\n" in text
-    assert (
-        "| seed | FA2 | 200 us ±0% (2.00x) | 600 us ±0% (2.00x) |" in text
-    )  # named workloads, row by row
-    assert "| FA2 | forward | 0.50 | 0.50 to 0.50 | 2 of 2 |" in text  # the sweep, its ratios
-    assert "| FA2 | both | 0.50 | 0.50 to 0.50 | 1 of 1 |" in text
-    assert "| d32 h4 n256 | 100 us ±0% | 200 us ±0% (2.00x) |" in text  # and side by side
-    for name in ("attention-both", "attention-shapes-forward"):
-        assert (tmp_path / "speed" / f"{name}-h100-dark.svg").exists()
-    sweep().write(tmp_path / "attention-again-h100.json")
-    invoke("report", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(page))
-    text = page.read_text()
-    assert "| attention, again | [2026-01-01](#attention-again-nvidia-h100-80gb-hbm3) |" in text
-    assert (
-        "\n## Attention, again: NVIDIA H100 80GB HBM3\n" in text
-        and "\n## Attention: NVIDIA H100 80GB HBM3\n" in text
-    )
-    assert (tmp_path / "speed" / "attention-both-again-h100-dark.svg").exists()
+    assert "![overview attention](speed/overview-attention.svg)" in text
+    assert "FA2" in (tmp_path / "speed" / "overview-attention.svg").read_text()
 
 
-def test_report_keeps_handwritten_text(tmp_path):
-    page = tmp_path / "speed.md"
-    invoke("report", "--out", str(page))
-    assert page.read_text().startswith("# Benchmarks")
-    page.write_text(f"# Mine\n\n{MARK}\n\n## Results of yesterday\n")
+def test_machine_page_folds_tables_and_pictures(tmp_path):
     sweep().write(tmp_path / "attention-h100.json")
-    for _ in range(2):  # and again
-        invoke("report", str(tmp_path / "attention-h100.json"), "--out", str(page))
-        text = page.read_text()
-        assert text.startswith(f"# Mine\n\n{MARK}\n\n## Attention") and "yesterday" not in text
+    page = tmp_path / "speed.md"
+    invoke("report", str(tmp_path / "attention-h100.json"), "--out", str(page))
+    text = (tmp_path / "speed" / "h100.md").read_text()
+    assert "# Results: NVIDIA H100 80GB HBM3" in text and "\n## Attention\n" in text
+    assert "Limits of the machine: copy 3 TB/s." in text and "\nCut off.\n" in text
+    # Named workloads, line by line.
+    assert "| seed | FA2 | 200 us ±0% (2.00x) | 600 us ±0% (2.00x) |" in text
+    # The sweep: its ratios, and side by side.
+    assert "| FA2 | forward | 0.50 | 0.50 | 0.50 | 2 of 2 |" in text
+    assert "| FA2 | both | 0.50 | 0.50 | 0.50 | 1 of 1 |" in text
+    assert "| d32 h4 n256 | 100 us ±0% | 200 us ±0% (2.00x) |" in text
+    assert text.count("<details") == text.count("</details>") >= 4
+    for table in re.findall(r"^\| .*$", text, re.MULTILINE):
+        before = text[: text.index(table)]
+        assert before.count("<details") == before.count("</details>") + 1, table
+    for name in ("attention-both", "attention-shapes-forward"):
+        assert (tmp_path / "speed" / f"{name}-h100.svg").exists()
 
 
-def test_bench_page_has_the_current_head():
-    text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
-    assert head() in text
+def test_report_names_the_parts_of_a_command(tmp_path):
+    for name in ("attention", "attention-again"):
+        sweep().write(tmp_path / f"{name}-h100.json")
+    page = tmp_path / "speed.md"
+    invoke("report", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(page))
+    assert "| attention, again | [2026-01-01](speed/h100.md#attention-again) |" in page.read_text()
+    text = (tmp_path / "speed" / "h100.md").read_text()
+    assert "\n## Attention, again\n" in text and "\n## Attention\n" in text
+    assert (tmp_path / "speed" / "attention-both-again-h100.svg").exists()
+
+
+def test_report_without_pictures_writes_the_overview_only(tmp_path):
+    sweep().write(tmp_path / "attention-h100.json")
+    page = tmp_path / "speed.md"
+    invoke("report", str(tmp_path / "attention-h100.json"), "--out", str(page), "--no-pictures")
+    assert "![" not in page.read_text() and not page.with_suffix("").exists()
+
+
+def committed_runs() -> list[Result]:
+    runs, messages = pages.read(sorted((DOCS / "results").glob("*-*.json")))
+    assert runs and not messages
+    return runs
+
+
+def test_committed_overview_is_current():
+    text = pages.overview(committed_runs(), "bench", lambda name, draw: "")
+    message = "run: scree-bench report docs/results/*-*.json --out docs/bench.md --no-pictures"
+    assert (DOCS / "bench.md").read_text(encoding="utf-8") == text, message
+
+
+def test_committed_overview_has_one_table_and_picture_per_question():
+    text = pages.overview(committed_runs(), "bench", lambda name, draw: f"PICTURE {name}")
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    for title in ("Attention", "Other kernels", "Training", "CPU"):
+        section = sections[title]
+        assert section.count("PICTURE") == 1 and section.count("| --- |\n") == 1, title
+        # Losses are bold beside the wins.
+        assert "**" in section and re.search(r"\| 0\.\d\d", section), title
+        assert "`scree-bench " in section and "numpy 2." in section, title
+    assert "| / FA4 |" in sections["Attention"] and "fastest peer" in sections["Training"]
+
+
+@pytest.mark.parametrize("tag", ["cpu", "h100", "h200"])
+def test_committed_machine_pages_have_scree_and_peers(tag):
+    text = pages.machine_page(committed_runs(), tag, lambda name, draw: f"PICTURE {name}")
+    assert len(text) < 1e6
+    assert "| scree |" in text and "| padded |" in text
+    assert re.search(r"\*\*\(0\.\d\dx\)\*\*", text)  # a loss
+    # Names of kernels and functions do not become HTML.
+    tags = re.findall(r"</?\w+", text)
+    assert set(tags) == {"<details", "</details", "<summary", "</summary"}
 
 
 def test_all_runs_everything(tmp_path, monkeypatch):
@@ -578,7 +626,7 @@ def test_every_option_is_explained():
 def test_report_without_results(tmp_path):
     invoke("report", "--out", str(tmp_path / "bench.md"))
     text = (tmp_path / "bench.md").read_text()
-    assert "None are committed yet." in text
+    assert "There are no results yet." in text
     assert all(f"`scree-bench {name}`" in text for name in MEASURING)
 
 

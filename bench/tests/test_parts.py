@@ -4,10 +4,13 @@ import contextlib
 import doctest
 import json
 import math
+import re
 import signal
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -227,7 +230,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path):
     assert not saved.complete and saved.rows[0].values == {"batch_bytes": 5.0}
 
 
-def test_an_interrupt_keeps_the_samples_of_a_case(tmp_path):
+def test_an_interrupt_keeps_the_measurements_of_a_case(tmp_path):
     calls = iter(range(100))
 
     def interrupted():
@@ -239,10 +242,9 @@ def test_an_interrupt_keeps_the_samples_of_a_case(tmp_path):
         session.time(
             {"n": 1}, "call_s", {"scree": lambda: interrupted, "later": lambda: lambda: math.exp(1)}
         )
-    saved = {row.who: row.samples for row in results.read(tmp_path / "memory-cpu.json").rows}
-    assert (
-        len(saved["scree"]["call_s"]) == 11 and saved["later"]["call_s"]
-    )  # the first call warmed up
+    saved = {row.who: row.counts for row in results.read(tmp_path / "memory-cpu.json").rows}
+    # The first call warmed up.
+    assert saved["scree"]["call_s"] == 11 and saved["later"]["call_s"]
 
 
 def test_a_request_to_end_keeps_what_was_measured(tmp_path):
@@ -267,7 +269,7 @@ def test_results_are_written_after_each_case(tmp_path):
     with Session("memory", options(tmp_path)) as session:
         session.time({"n": 1}, "call_s", {"scree": lambda: lambda: None})
         saved = results.read(tmp_path / "memory-cpu.json")
-        assert saved.rows == session.result.rows and not saved.complete
+        assert saved.rows[0].counts == session.result.rows[0].counts and not saved.complete
 
 
 def test_pictures_are_not_needed_to_measure(tmp_path, monkeypatch):
@@ -334,6 +336,44 @@ def test_invalid_results_raise_and_name_the_field(tmp_path, path, value, message
         results.read(tmp_path / "a.json")
 
 
+def test_written_results_hold_medians_and_spreads_but_no_samples(tmp_path):
+    result = example(1.0, 2.0, 4.0)
+    result.rows[0].values["size_bytes"] = 123456789.0
+    result.write(tmp_path / "a.json")
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text)["rows"] == [
+        {
+            "case": {"n": 1},
+            "who": "scree",
+            "status": "ok",
+            "why": "",
+            "values": {"call_s": 2, "size_bytes": 123457000},
+            "spreads": {"call_s": 0.38},
+            "counts": {"call_s": 3},
+        }
+    ]
+    assert '"size_bytes":123457000}' in text  # six digits, without spaces
+
+
+def test_results_of_the_first_schema_are_reduced(tmp_path):
+    example(1.0, 2.0, 4.0).write(tmp_path / "a.json")
+    data = json.loads((tmp_path / "a.json").read_text())
+    (row,) = data["rows"]
+    del row["spreads"], row["counts"]
+    row["samples"] = {"call_s": [1.0, 2.0, 4.0]}
+    (tmp_path / "old.json").write_text(json.dumps({**data, "schema": "scree-bench/1"}))
+    assert results.read(tmp_path / "old.json") == results.read(tmp_path / "a.json")
+
+
+def test_committed_results_are_valid_and_small():
+    paths = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*-*.json"))
+    assert paths
+    for path in paths:
+        assert results.read(path).complete, path
+        assert json.loads(path.read_text())["schema"] == results.SCHEMA, path
+    assert sum(path.stat().st_size for path in paths) < 2.5e6
+
+
 def test_moves_within_noise_are_not_reported():
     noisy = example(1.0, 1.2, 0.8, 1.1, 0.9)
     assert not results.compare(noisy, example(1.1, 1.2, 0.9))
@@ -373,17 +413,58 @@ def test_numbers_are_shown_with_three_digits():
     )
 
 
-def test_pictures_have_two_themes(tmp_path):
-    def paint(figure):
-        plots.bars(figure.add_subplot(), {"a": {"scree": 1.0, "padded": 2.0}}, "call_s", "Title")
+def test_tables_mark_losses_to_peers_but_not_to_limits():
+    def row(contender: str, seconds: float) -> Row:
+        return Row({"n": 1}, contender, values={"call_s": seconds})
 
-    written = plots.save("x", paint, tmp_path)
-    light, dark = (path.read_text() for path in written)
-    assert [path.name for path in written] == ["x-light.svg", "x-dark.svg"]
-    assert "#ffffff" in light and "#0d1117" in dark and "padded" in light
-    assert (
-        plots.save("x", paint, tmp_path) and written[0].read_text() == light
-    )  # the same again, byte for byte
+    rows = [row("scree", 1.0), row("FA4", 0.8), row("limit", 0.7), row("scree, compiled", 0.9)]
+    (table,) = results.tables(rows)
+    assert [line[1] for line in table.lines] == [
+        "1 s", "800 ms **(0.80x)**", "700 ms (0.70x)", "900 ms (0.90x)",
+    ]  # fmt: skip
+
+
+def test_table_cells_do_not_become_html():
+    table = results.Table("", ["kernel"], [["void f<4, int>(a | b)"]], ["f<int>: failed"])
+    assert "| void f&lt;4, int>(a \\| b) |" in table.markdown()
+    assert "- f&lt;int>: failed" in table.markdown()
+
+
+def paint(figure):
+    group = {"scree": 1.0, "padded": 2.071, "limit": 0.5}
+    plots.bars(figure.add_subplot(), {"a < b": group}, "call_s", "Less is better")
+
+
+def test_picture_serves_both_color_schemes(tmp_path):
+    path = plots.save("x", paint, tmp_path)
+    text = path.read_text()
+    assert path.name == "x.svg" and "prefers-color-scheme:dark" in text
+    assert plots.COLORS["chart-scree"][0] in text and plots.COLORS["chart-scree"][1] in text
+    # The same again, byte for byte.
+    assert plots.save("x", paint, tmp_path).read_text() == text
+
+
+def test_picture_has_variables_as_colors_and_rounded_coordinates():
+    caption, svg = plots.render(paint)
+    assert caption == "Less is better" and caption not in re.sub(r"<svg[^>]*>", "", svg)
+    assert "padded" in svg and "2.07 s" in svg  # text stays text, and is not rounded
+    body = re.sub(r">[^<]*<", "><", svg)
+    assert not re.search(r"\d\.\d\d", body) and "#0000" not in body
+    for name in ("chart-text", "chart-scree", "chart-5", "chart-limit"):
+        assert f"var(--{name})" in svg
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    assert len(svg) < 8000
+
+
+def test_limits_are_hatched_outlines_and_peers_have_other_colors_than_scree():
+    styles = plots.contender_styles(["padded", "limit", "scree", "scree, compiled"])
+    assert styles["scree"]["color"] == styles["scree, compiled"]["color"] == plots.SCREE
+    assert styles["scree"]["alpha"] > styles["scree, compiled"]["alpha"]
+    assert styles["padded"]["color"] in plots.PEERS
+    # A peer keeps its color in pictures with other peers.
+    for others in (["FA4"], ["FA4", "FA2 (aten)", "new"], ["new", "FA4"]):
+        assert plots.contender_styles(others)["FA4"]["color"] == plots.PEERS[0]
+    assert styles["limit"]["facecolor"] == "none" and styles["limit"]["hatch"]
 
 
 # --- lengths, work, peers ---

@@ -17,7 +17,7 @@ from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
 from ..libraries import MeasuredLibrary, Step, installed_libraries, resolve_device
 from ..measure import require
 from ..options import Backend, Device, Out, Quick, Seconds, Seed, parse_numbers
-from ..results import OK, Result, Row, unit
+from ..results import OK, Result, Row
 from ..session import SECONDS, Session
 
 LENGTHS = {"cpu": "256,512,1024,2048", "cuda": "256,512,1024,2048,4096,8192"}
@@ -137,7 +137,7 @@ def pictures(result: Result) -> plots.Pictures:
             drawn[f"algorithms-{name}-{metric}"] = partial(
                 _line, rows=rows, value=value, title=f"{title}, {name}"
             )
-        drawn[f"algorithms-{name}"] = partial(_dashboard, rows=rows, name=name)
+        drawn[f"algorithms-{name}-estimates"] = partial(_estimates, rows=rows, name=name)
     return drawn
 
 
@@ -145,11 +145,8 @@ def _line(figure: Any, rows: list[Row], value: str, title: str) -> None:
     plots.curves(figure.add_subplot(), rows, "length", value, title)
 
 
-def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
-    memory, time, estimate, at_max_length = figure.subplots(2, 2).ravel()
-    figure.set_size_inches(plots.SIZE[0] * 1.3, plots.SIZE[1] * 1.8)
-    plots.curves(memory, rows, "length", "peak_bytes", f"Peak memory, {name}")
-    plots.curves(time, rows, "length", "forward_s", f"Time, {name}")
+def _estimates(figure: Any, rows: list[Row], name: str) -> None:
+    axes = figure.add_subplot()
     ratios = [
         Row(
             row.case,
@@ -159,36 +156,33 @@ def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
         for row in rows
         if "peak_bytes" in row.values
     ]
-    plots.curves(estimate, ratios, "length", "peak_ratio", "Measured over estimated memory")
+    plots.curves(axes, ratios, "length", "peak_ratio", f"Measured over estimated memory, {name}")
     max_ratio = max((row.values["peak_ratio"] for row in ratios), default=1)
-    estimate.set(yscale="linear", ylim=(0, 1.15 * max(max_ratio, 1)))
-    estimate.yaxis.set_major_locator(plots.ticks(5))
-    estimate.axhline(1, color=estimate.xaxis.label.get_color(), linewidth=1, linestyle=":")
-    timed = [row for row in rows if "forward_s" in row.values]
-    last = max((row.case["length"] for row in timed), default=0)
-    times = {row.who: row.values["forward_s"] for row in timed if row.case["length"] == last}
-    at_max_length.barh(list(times), list(times.values()))
-    at_max_length.invert_yaxis()
-    at_max_length.set(title=f"Time at length {last:,}")
-    at_max_length.xaxis.set_major_formatter(lambda v, _: unit("x_s").show(v) if v else "0")
-    at_max_length.xaxis.set_major_locator(plots.ticks(4))
-    handles, names = memory.get_legend_handles_labels()
-    for axes in (memory, time, estimate):
-        if axes.get_legend():
-            axes.get_legend().remove()
-    figure.legend(handles, names, loc="outside lower left", ncols=4)
+    axes.set(yscale="linear", ylim=(0, 1.15 * max(max_ratio, 1)))
+    axes.yaxis.set_major_locator(plots.ticks(5))
+    axes.axhline(1, color=plots.LIMIT, linewidth=1.2, linestyle="--", label="as estimated")
 
 
 def _blocks(figure: Any, result: Result) -> None:
     """Draw the visited blocks, numbered in order."""
     visits, blocks = result.extra["visits"], result.extra["blocks"]
-    figure.set_size_inches(plots.SIZE[0], 3.3)
+    figure.set_size_inches(plots.SIZE[0], 2.2)
+    figure.suptitle("The blocks that each algorithm visits, in order")
     for axes, (name, steps) in zip(figure.subplots(1, len(visits)), visits.items(), strict=True):
         grid = np.full((blocks, blocks), np.nan)
         for number, (i, j, *_) in enumerate(steps):
             grid[int(i), int(j)] = number
-            axes.text(j, i, str(number + 1), ha="center", va="center", fontsize=7, color="#1f2328")
-        axes.imshow(grid, cmap="YlGnBu", vmin=-len(steps), vmax=1.6 * len(steps))
+            axes.text(j, i, str(number + 1), ha="center", va="center", fontsize=6, color="#1f2328")
+        axes.pcolormesh(
+            np.arange(blocks),
+            np.arange(blocks),
+            np.ma.masked_invalid(grid),
+            cmap="YlGnBu",
+            vmin=-len(steps),
+            vmax=1.6 * len(steps),
+        )
+        axes.invert_yaxis()
+        axes.set_aspect("equal")
         axes.set(title=name, xlabel="block of keys", xticks=[], yticks=[])
         axes.grid(visible=False)
     figure.axes[0].set_ylabel("block of queries")
@@ -196,7 +190,9 @@ def _blocks(figure: Any, result: Result) -> None:
 
 def _softmax(figure: Any, result: Result) -> None:
     """Draw the running maximum and sum of the last query."""
-    high, total = figure.subplots(1, 2)
+    high, total = figure.subplots(2, 1)
+    figure.suptitle("The softmax of one query, block by block of the keys")
+    figure.set_size_inches(plots.SIZE[0], 4.5)
     for name, steps in result.extra["visits"].items():
         last = [step for step in steps if step[0] == result.extra["blocks"] - 1]
         at = [step[1] + 1 for step in last]

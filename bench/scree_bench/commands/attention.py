@@ -420,13 +420,16 @@ def _ratios(rows: Sequence[Row]) -> Table:
                     [
                         contender,
                         phase,
-                        f"{median(ratios):.2f}",
-                        f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+                        *map(_ratio, (median(ratios), ratios[0], ratios[-1])),
                         faster,
                     ]
                 )
-    header = ["peer", "", "our time over the peer's, median", "from, to", "not slower on"]
+    header = ["peer", "", "our time over the peer's, median", "from", "to", "not slower on"]
     return Table("the sweep over shapes, ratios: below 1 is faster", header, lines, [])
+
+
+def _ratio(x: float) -> str:
+    return results.bold(f"{x:.2f}") if results.is_loss(x, "") else f"{x:.2f}"
 
 
 def pictures(result: Result) -> plots.Pictures:
@@ -482,16 +485,18 @@ def _grid(figure: Any, rows: list[Row]) -> None:
                 f"{best.who}\n{slowdowns[i, j]:.3g}x",
                 ha="center",
                 va="center",
-                fontsize=8,
+                fontsize=7,
                 color="#1f2328",
             )
-    axes.imshow(
-        np.log(slowdowns),
+    axes.pcolormesh(
+        np.arange(len(sizes)),
+        np.arange(len(shapes)),
+        np.ma.masked_invalid(np.log(slowdowns)),
         cmap="YlOrRd",
         vmin=0,
         vmax=2 * float(np.nanmax(np.log(slowdowns), initial=0.5)),
-        aspect="auto",
     )
+    axes.invert_yaxis()
     axes.set(
         title="Best tile (queries x keys), and time of the worst tile relative to it",
         xlabel="length",
@@ -513,7 +518,7 @@ def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:
             if row.who == contender
         )
         axes.plot(range(1, len(points) + 1), points, marker="o", label=contender)
-    axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
+    axes.axhline(1, color=plots.LIMIT, linewidth=1.2, linestyle="--", label="as fast")
     axes.set(
         title=f"scree's time over a peer's, {name}: below 1 is faster",
         xlabel="shapes, sorted",

@@ -177,13 +177,15 @@ def pictures(result: Result) -> plots.Pictures:
     """Return the picture of bus bandwidth by buffer size."""
 
     def paint(figure: Any) -> None:
+        figure.suptitle("Bus bandwidth by size of the buffer, more is better")
         worlds = list(dict.fromkeys(row.case["processes"] for row in result.rows))
         for axes, world in zip(
-            figure.subplots(1, len(worlds), squeeze=False)[0], worlds, strict=True
+            figure.subplots(len(worlds), 1, squeeze=False)[:, 0], worlds, strict=True
         ):
             rows = [row for row in result.rows if row.case["processes"] == world]
-            plots.curves(axes, rows, "bytes", "bus_rate", f"Bus bandwidth, {world} processes")
+            plots.curves(axes, rows, "bytes", "bus_rate", f"{world} processes")
             axes.set_xscale("log")
+            figure.set_size_inches(plots.SIZE[0], 2.6 * len(worlds) + 0.5)
             axes.xaxis.set_major_formatter(lambda v, _: unit("x_bytes").show(v))
 
     return {"collectives": paint} if result.rows else {}

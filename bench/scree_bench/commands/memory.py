@@ -133,7 +133,6 @@ def _count(
         "least_saved": min(each),
         "most_saved": max(each),
     }
-    row.samples["mean_saved"] = each
 
 
 def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: MeasuredLibrary) -> None:
@@ -196,19 +195,10 @@ def pictures(result: Result) -> plots.Pictures:
         groups = plots.grouped(batch, "batch_bytes", plots.labels(batch))
         plots.bars(figure.add_subplot(), groups, "batch_bytes", "Bytes of a batch")
 
-    def spreads(figure: Any) -> None:
-        axes, label = figure.add_subplot(), plots.labels(each)
-        for row in each:
-            axes.hist(
-                row.samples["mean_saved"],
-                bins=20,
-                alpha=0.8,
-                label=label(row).replace("\n", ", ") or row.who,
-            )
-        axes.set(title="Saved relative to a padded batch, per batch", ylabel="batches")
-        axes.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
-        axes.yaxis.set_major_locator(plots.ticks(5, whole=True))
-        axes.legend()
+    def shares(figure: Any) -> None:
+        title = "Mean share of memory saved relative to a padded batch, more is better"
+        groups = plots.grouped(each, "mean_saved", plots.labels(each))
+        plots.bars(figure.add_subplot(), groups, "mean_saved", title)
 
     def peaks(figure: Any) -> None:
         value = (
@@ -223,7 +213,7 @@ def pictures(result: Result) -> plots.Pictures:
 
     drawn = {
         "memory-batch": (batch, counted),
-        "memory-saved": (each, spreads),
+        "memory-saved": (each, shares),
         "memory-peak": (peak, peaks),
     }
     return {name: paint for name, (rows, paint) in drawn.items() if rows}

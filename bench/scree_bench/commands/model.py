@@ -27,7 +27,7 @@ PHASES = ("forward", "backward", "optimizer")
 #: Numbers of warm-up steps that a mean excludes.
 WARM_UPS = (0, 1, 5)
 #: Maximum points of a timeline.
-POINTS = 1000
+POINTS = 100
 PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16 autocast"}
 #: Precision -> data type whose peak of matrix products is the limit.
 LIMITS = {"fp32": "float32", "bf16 autocast": "bfloat16"}
@@ -411,20 +411,18 @@ def pictures(result: Result) -> plots.Pictures:
 
     def phases(figure: Any) -> None:
         axes, label, left = figure.add_subplot(), plots.labels(rows, "tokens"), np.zeros(len(rows))
-        for phase in PHASES:
+        for phase, color in zip(PHASES, plots.PEERS, strict=False):
             seconds = np.asarray([row.values[f"{phase}_s"] for row in rows])
-            axes.barh(range(len(rows)), seconds, left=left, label=phase)
+            axes.barh(range(len(rows)), seconds, 0.5, left, label=phase, color=color)
             left += seconds
-        axes.set_yticks(
-            range(len(rows)),
-            [", ".join(filter(None, (label(row).replace("\n", ", "), row.who))) for row in rows],
-        )
-        axes.invert_yaxis()
+        for i, row in enumerate(rows):
+            name = ", ".join(filter(None, (label(row).replace("\n", ", "), row.who)))
+            axes.text(0, i - 0.3, name, va="bottom", fontsize=8.5)
+        axes.set(yticks=[], ylim=(len(rows) - 0.5, -0.9))
         axes.xaxis.set_major_formatter(lambda v, _: unit("x_s").show(v) if v else "0")
         axes.grid(visible=False, axis="y")
-        figure.suptitle("A training step, by phase", x=0.01, ha="left", fontsize=12)
-        figure.legend(loc="outside lower left", ncols=3)
-        figure.set_size_inches(plots.SIZE[0], 1.4 + 0.35 * len(rows))
+        figure.suptitle("A training step, by phase: less is better")
+        figure.set_size_inches(plots.SIZE[0], 0.8 + 0.36 * len(rows))
 
     def timeline(figure: Any) -> None:
         axes = figure.add_subplot()

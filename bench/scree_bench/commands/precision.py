@@ -162,17 +162,16 @@ def pictures(result: Result) -> plots.Pictures:
         for contender, marker in (("scree", "o"), ("in the dtype itself", "x")):
             points = [
                 (
-                    names.index((row.case["operation"], row.case["dtype"])),
                     row.values["relative_error"],
+                    names.index((row.case["operation"], row.case["dtype"])),
                 )
                 for row in rows
                 if row.who == contender and row.values["relative_error"] > 0
             ]
             axes.plot(*zip(*points, strict=True), marker=marker, linestyle="", label=contender)
-        axes.set(yscale="log", title="Relative error against float64, all libraries")
-        axes.set_xticks(
-            range(len(names)), [f"{a}, {b}" for a, b in names], rotation=60, ha="right", fontsize=9
-        )
-        axes.legend()
+        axes.set(xscale="log", title="Relative error against float64, all libraries")
+        axes.set_yticks(range(len(names)), [f"{a}, {b}" for a, b in names], fontsize=8)
+        axes.invert_yaxis()
+        figure.set_size_inches(plots.SIZE[0], 0.8 + 0.17 * len(names))
 
     return {"precision-errors": paint} if rows else {}

@@ -1,0 +1,459 @@
+"""The pages of benchmarks: an overview with one table per question, and one page per machine.
+
+A page is Markdown. The caller decides what a picture becomes: a file, or a part of the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from inspect import getdoc, signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import plots, results
+from .commands import MEASURING
+from .results import LIMITS, OK, Result, Row, bold, is_loss, unit
+
+#: Takes the name of a picture and the function that draws it. Returns the Markdown.
+Embed = Callable[[str, plots.Draw], str]
+
+INTRODUCTION = """\
+# Benchmarks
+
+Each section answers one question with one table and one picture. A ratio is the time of scree
+divided by the time of the peer: below 1 scree is faster. **Bold** marks a loss, where the peer is
+faster. The pages per machine have all contenders, spreads, memory and errors.
+"""
+
+METHOD = """\
+## How it is measured
+
+Every number comes from `scree-bench`, which anyone can run: install it from a checkout, then
+`scree-bench --help`. `scree-bench report` writes these pages from the JSON of the runs.
+
+All contenders of a case run in one process, in alternating rounds, so that a drift of the machine
+affects all of them equally. A contender whose time is used up leaves the rounds. The first call of
+each is not counted. Contenders that could not run or ran out of memory are listed.
+
+| on the pages per machine | meaning |
+|---|---|
+| number | median of the samples |
+| ± | half the interquartile range relative to the median |
+| (2.00x) | the number relative to scree; **bold** below 1: the peer needs less than scree |
+| error | relative to float64 |
+| limit | measured on the same machine in the same run: a large copy, or a large matrix product |
+
+On GPUs, events time the device: one call at a time, with a rest between calls. While the device
+sleeps, the host launches all kernels of the call, so that no kernel is late. A sample with a late
+kernel is taken again. Before each call, zeros overwrite the L2 cache, as in
+`triton.testing.do_bench`. The call finds dirty lines to write back and leaves its own, as in a
+program. The driver is also asked to release lines that a kernel marked as persistent. Compiled
+forms and some kernels of scree mark such lines, which outlive the zeros.
+
+| H100 case, relative to this method | time |
+|---|---|
+| rope of 34 MB, in a loop without rests or zeros | 0.93 |
+| rope of 34 MB, after a cache that was only read (fewer lines to write back) | 0.79 |
+| reader of a tensor with persistent lines, without the release | 0.88 |
+| attention with 128-wide heads, by `do_bench` without rests (same ratio to a peer) | 1.07 |
+
+All arrays are random numbers, and so are the gradients of the results; the gradient of a loss is
+one. All contenders get the same arrays. Multiplying equal numbers takes a device less power, and so
+less time.
+
+*Host* is the time in which the host prepares and launches a call. It is measured in separate later
+rounds, in a loop of up to 30 calls that waits for none of them. A call that waits for both takes
+the longer of the two. A call that itself waits for the device, such as a boolean mask, is timed
+with its host work, after a short sleep. A core that has waited for 20 ms takes up to 200 us to wake
+up, which a busy program does not pay.
+"""
+
+#: Forms of a contender: scree is compared with peers in the same form.
+FORMS = ("", ", compiled", ", captured", ", compiled, captured")
+
+
+def read(paths: Sequence[Path]) -> tuple[list[Result], list[str]]:
+    """Read runs, and return them with one message per file that is not a run.
+
+    The name of a file says which part of a subcommand was run: ``attention-shapes-h100.json``.
+    """
+    runs, messages = [], []
+    for path in paths:
+        try:
+            result = results.read(path)
+        except ValueError as error:
+            messages.append(str(error))
+            continue
+        part = path.stem.removeprefix(f"{result.command}-").removesuffix(result.machine["tag"])
+        result.machine["part"] = part.strip("-").replace("-", " ")
+        runs.append(result)
+    runs.sort(key=lambda r: (r.machine.get("gpu") is None, MEASURING.index(r.command), _run(r)))
+    return runs, messages
+
+
+# --- the overview ---
+class Answer(NamedTuple):
+    """The answer to one question: a table, a picture, and the runs that they come from."""
+
+    title: str
+    text: str
+    table: results.Table
+    picture: tuple[str, plots.Draw]
+    runs: list[Result]
+
+
+def overview(runs: Sequence[Result], folder: str, embed: Embed) -> str:
+    """Return the overview in Markdown. The pages per machine are in `folder`."""
+    parts = [INTRODUCTION, *_contents(runs, folder)]
+    for question in (attention, kernels, training, cpu):
+        answer = question(runs)
+        if answer is not None:
+            picture = embed(*answer.picture)
+            parts += [f"## {answer.title}", answer.text, *([picture] if picture else [])]
+            parts += [answer.table.markdown(), _sources(answer.runs, folder)]
+    return "\n\n".join(part.strip() for part in [*parts, METHOD, _commands()]) + "\n"
+
+
+def _contents(runs: Sequence[Result], folder: str) -> Iterator[str]:
+    """Yield a table of links: one line per subcommand, one column per machine."""
+    if not runs:
+        yield "There are no results yet."
+        return
+    machines = list(dict.fromkeys(r.where for r in runs))
+    header = f"| all results | {' | '.join(machines)} |\n|---|{'---|' * len(machines)}"
+    lines = []
+    for _, name in sorted({(MEASURING.index(r.command), _run(r)) for r in runs}):
+        dates = {r.where: f"[{r.date[:10]}]({_link(r, folder)})" for r in runs if _run(r) == name}
+        lines.append(f"| {name} | {' | '.join(dates.get(where, '') for where in machines)} |")
+    yield "\n".join([header, *lines])
+
+
+def _sources(runs: Sequence[Result], folder: str) -> str:
+    """Return the provenance of a table: the machine, the command, the date and the versions."""
+    return fold("Machines, commands, dates and versions", "\n".join(
+        f"- [{r.where}]({_link(r, folder)}): `{command_line(r)}`, {r.date[:10]}; {_versions(r)}."
+        for r in runs
+    ))  # fmt: skip
+
+
+def attention(runs: Sequence[Result]) -> Answer | None:
+    """Compare attention with the FlashAttention kernels on GPUs."""
+    chosen = [r for r in runs if r.command == "attention" and "gpu" in r.machine and not r.part]
+    peers = {
+        "FA2 (aten)": "FA2",
+        "FA3 (forward only)": "FA3",
+        "FA4": "FA4",
+        "efficient, packed": "efficient",
+    }
+    phases = {"forward": "forward", "both": "with gradients"}
+    lines, groups = [], {}
+    for r in chosen:
+        for case, rows in _cases(r, lambda row: "work" in row.case):
+            for phase, words in phases.items():
+                value, scree = f"{phase}_s", rows.get("scree")
+                if scree is None or value not in scree.values:
+                    continue
+                times = {who: row.values[value] for who, row in rows.items() if value in row.values}
+                cells = [ratio(times["scree"], times.get(peer), peer) for peer in peers]
+                label = f"{case['work']}, {case['dtype']}"
+                shown = unit(value).show(times["scree"])
+                lines.append([_short(r), label, words, shown, *cells])
+                if r is chosen[0] and phase == "both":
+                    share = scree.values.get("both_share")
+                    # Float32 has no limit: scree uses other tensor cores than PyTorch's products.
+                    limit = {"limit": times["scree"] * share} if share and share < 1 else {}
+                    known = {name: times[who] for who, name in peers.items() if who in times}
+                    groups[label] = {"scree": times["scree"], **known, **limit}
+    if not lines:
+        return None
+    title = f"{_short(chosen[0])}: attention with gradients, less is better, one scale per workload"
+    header = ["machine", "workload", "", "scree", *(f"/ {name}" for name in peers.values())]
+    text = (
+        "Causal attention on rows of different lengths, relative to FlashAttention-2, -3 and -4. "
+        "*Efficient* is PyTorch's memory-efficient attention on packed rows. "
+        "The limit is a large matrix product of the same dtype. "
+        "[Speed of attention](attention-speed.md) describes the workloads."
+    )
+    picture = partial(_bars, groups=groups, kind="both_s", title=title)
+    return Answer("Attention", text, _table(header, lines), ("overview-attention", picture), chosen)
+
+
+def kernels(runs: Sequence[Result]) -> Answer | None:
+    """Compare the other kernels with the fastest peer on GPUs."""
+    chosen = [
+        r for r in runs if r.command in ("kernels", "norms") and "gpu" in r.machine and not r.part
+    ]
+    machines = list(dict.fromkeys(map(_short, chosen)))
+    lines: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, float]] = {}
+    for r in chosen:
+        for case, rows in _cases(r):
+            batch = case.get("batch", f"width {case['width']:,}" if "width" in case else "")
+            name = f"{case['operation']}, {batch}" if batch != "text" else case["operation"]
+            for phase in ("forward", "both"):
+                best = _fastest(rows, f"{phase}_s")
+                if best is not None:
+                    quotient = rows["scree"].values[f"{phase}_s"] / best.values[f"{phase}_s"]
+                    words = f"{quotient:.2f}, {best.who}"
+                    text = bold(words) if is_loss(quotient, best.who) else words
+                    lines.setdefault(name, {})[f"{_short(r)} {phase}"] = text
+                    # The picture has texts, with gradients where there are any.
+                    if case.get("batch", "text") == "text":
+                        groups.setdefault(name, {})[_short(r)] = quotient
+    if not lines:
+        return None
+    columns = {f"{m} {p}": f"{m}, {words}" for m in machines for p, words in
+               (("forward", "forward"), ("both", "with gradients"))}  # fmt: skip
+    table = _table(
+        ["operation", *columns.values()],
+        [[name, *(cells.get(c, "") for c in columns)] for name, cells in lines.items()],
+    )
+    text = (
+        "Each cell has the ratio to the fastest peer, and its name. The operations are those on "
+        "batches of texts, unless the name says otherwise. A plain copy, one reduction of all rows "
+        "and one dense product do less work: they are limits, not peers. "
+        "[Speed of the other kernels](kernels-speed.md) explains them."
+    )
+    title = "scree's time / the fastest peer's, with gradients where there are any: left is faster"
+    picture = partial(_dots, groups=groups, title=title, limit="as fast as the fastest peer")
+    return Answer("Other kernels", text, table, ("overview-kernels", picture), chosen)
+
+
+def training(runs: Sequence[Result]) -> Answer | None:
+    """Compare a transformer block and training steps with the fastest peer in the same form."""
+    chosen = [r for r in runs if r.command in ("block", "model")]
+    # The first machine is a GPU, if there is one.
+    drawn = chosen[0].machine.get("gpu") if chosen else None
+    lines, groups = [], {}
+    for r in chosen:
+        value = "both_s" if r.command == "block" else "step_s"
+        for case, rows in _cases(
+            r, lambda row: row.case.get("part", "") in ("", "the whole block")
+        ):
+            # The compile times by depth are on the pages per machine.
+            if "layers" in case or (r.part == "compiled" and "step_s" not in rows["scree"].values):
+                continue
+            name = (
+                f"block of width {case['width']:,}, {case['dtype']}"
+                if r.command == "block"
+                else f"GPT-2 {case['size']}, {case['precision']}"
+            )
+            name += f", {case['tokens']:,} tokens"
+            limit = rows["limit"].values.get(value) if "limit" in rows else None
+            for form in FORMS:
+                if form == "" and r.part == "compiled":
+                    continue
+                scree = rows.get(f"scree{form}")
+                rivals = {who: row for who, row in rows.items() if _form(who) == form}
+                best = _fastest(rivals, value, f"scree{form}")
+                if scree is None or best is None:
+                    continue
+                time, peak = scree.values[value], "backward_peak_bytes"
+                memory = scree.values.get(peak), best.values.get(peak)
+                lines.append([
+                    _short(r), name, form.removeprefix(", ") or "eager", unit(value).show(time),
+                    best.who.removesuffix(form), unit(value).show(best.values[value]),
+                    ratio(time, best.values[value], best.who),
+                    ratio(memory[0], memory[1], best.who) if memory[0] else "",
+                    f"{limit / time:.0%}" if limit else "",
+                ])  # fmt: skip
+                if form in ("", ", compiled") and r.machine.get("gpu") == drawn:
+                    label = f"{name}{form}"
+                    groups[label] = {"scree": time, best.who.removesuffix(form): best.values[value]}
+                    groups[label] |= {"limit": limit} if limit else {}
+    if not lines:
+        return None
+    header = ["machine", "model", "form", "scree", "fastest peer", "its time", "time ratio",
+              "memory ratio", "of the limit"]  # fmt: skip
+    text = (
+        "Forward and backward of one transformer block, and whole training steps of GPT-2. "
+        "Each form of scree is compared with the fastest peer in the same form: eager, compiled, "
+        "or captured in a CUDA graph. The limit of the block is the sum of its large products and "
+        "copies at the speed of the machine."
+    )
+    title = f"{_short(chosen[0])}: a block and a training step, less is better, one scale each"
+    picture = partial(_bars, groups=groups, kind="both_s", title=title)
+    return Answer("Training", text, _table(header, lines), ("overview-training", picture), chosen)
+
+
+def cpu(runs: Sequence[Result]) -> Answer | None:
+    """Compare scree with the best form by hand in each library, on the CPU."""
+    chosen = [r for r in runs if r.command == "ratios"]
+    rows = [row for r in chosen for row in r.rows if row.who == "scree" and row.status == OK]
+    if not rows:
+        return None
+    libraries = list(dict.fromkeys(row.case["backend"] for row in rows))
+    cells: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        what, library = row.case["what"], row.case["backend"]
+        if "over_ratio" in row.values:
+            quotient = row.values["over_ratio"]
+            text = f"{quotient:.2f}"
+            groups.setdefault(what.replace(", against", "\nagainst"), {})[library] = quotient
+            lost = round(quotient, 2) > 1
+        else:
+            text = f"+{unit('over_s').show(row.values['over_s'])}"
+            lost = row.values["over_s"] > 0
+        cells.setdefault(what, {})[library] = bold(text) if lost else text
+    table = _table(
+        ["case", *libraries],
+        [[what, *(line.get(name, "") for name in libraries)] for what, line in cells.items()],
+    )
+    text = (
+        "NumPy, PyTorch, JAX and MLX on a CPU. Each case compares scree with the best form that a "
+        "user would write by hand in the same library. *Over the bare call* is the additional time "
+        "of one call."
+    )
+    title = "scree's time / the time by hand: left is faster"
+    picture = partial(_dots, groups=groups, title=title, limit="as fast as by hand")
+    return Answer("CPU", text, table, ("overview-cpu", picture), chosen)
+
+
+def ratio(scree: float, peer: float | None, name: str) -> str:
+    """Return scree's number divided by a peer's, in bold if it is a loss."""
+    if not peer:
+        return ""
+    text = f"{scree / peer:.2f}"
+    return bold(text) if is_loss(scree / peer, name) else text
+
+
+def _cases(
+    result: Result, among: Callable[[Row], bool] = lambda row: True
+) -> Iterator[tuple[dict[str, Any], dict[str, Row]]]:
+    """Yield each case with its rows by contender."""
+    cases: dict[str, tuple[dict[str, Any], dict[str, Row]]] = {}
+    for row in result.rows:
+        if among(row) and row.status == OK and "phase" not in row.case:
+            cases.setdefault(repr(row.case), (row.case, {}))[1].setdefault(row.who, row)
+    yield from (pair for pair in cases.values() if "scree" in pair[1])
+
+
+def _fastest(rows: dict[str, Row], value: str, scree: str = "scree") -> Row | None:
+    """Return the fastest peer, or None if scree or all peers lack the value."""
+    timed = [
+        row
+        for who, row in rows.items()
+        if value in row.values and not who.startswith("scree") and who not in LIMITS
+    ]
+    if scree not in rows or value not in rows[scree].values:
+        return None
+    return min(timed, key=lambda row: row.values[value], default=None)
+
+
+def _form(contender: str) -> str:
+    return next(form for form in sorted(FORMS, key=len)[::-1] if contender.endswith(form))
+
+
+def _table(header: list[str], lines: list[list[str]]) -> results.Table:
+    return results.Table("", header, lines, [])
+
+
+def _bars(figure: Any, groups: dict[str, dict[str, float]], kind: str, title: str) -> None:
+    plots.bars(figure.add_subplot(), groups, kind, title, apart=True)
+
+
+def _dots(figure: Any, groups: dict[str, dict[str, float]], title: str, limit: str) -> None:
+    plots.dots(figure.add_subplot(), groups, title, limit)
+
+
+# --- the pages per machine ---
+def machine_names(runs: Sequence[Result]) -> dict[str, str]:
+    """Return the name of the page of each machine, and the machine in words."""
+    return {r.machine["tag"]: r.where for r in runs}
+
+
+def machine_page(runs: Sequence[Result], tag: str, embed: Embed) -> str:
+    """Return the page of one machine in Markdown. Tables and pictures are folded."""
+    chosen = [r for r in runs if r.machine["tag"] == tag]
+    about = chosen[0].machine
+    parts = [
+        f"# Results: {chosen[0].where}",
+        f"{about['cpu']}, {about['cores']} cores, {about['system']}. "
+        "[How it is measured](../bench.md#how-it-is-measured).",
+    ]
+    for result in chosen:
+        parts += _section(result, embed)
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(result: Result, embed: Embed) -> Iterator[str]:
+    name = _run(result)
+    yield f"## {name[0].upper()}{name[1:]}"
+    yield _summary(result.command)
+    yield f"`{command_line(result)}`, {result.date[:10]}; {_versions(result)}."
+    if not result.complete:
+        yield "The run was interrupted; these are the measurements until then."
+    yield from result.extra.get("notes", [])
+    if result.limits:
+        yield f"Limits of the machine: {', '.join(result.limits)}."
+    shown = [embed(*item) for item in plots.pictures(result).items()]
+    if any(shown):
+        yield fold(f"Pictures ({len(shown)})", "\n\n".join(shown))
+    for table in plots.tables(result):
+        title = f"Table of {len(table.lines)} lines"
+        title += f": {table.caption}" if table.caption else ""
+        yield fold(title, table._replace(caption="").markdown())
+    if result.left_out:
+        left_out = "\n".join(f"- {entry['what']}: {entry['why']}" for entry in result.left_out)
+        yield fold("Not run", left_out.replace("<", "&lt;"))
+
+
+def fold(title: str, body: str) -> str:
+    """Return Markdown that the reader unfolds."""
+    from html import escape
+
+    return f'<details markdown="1">\n<summary>{escape(title)}</summary>\n\n{body}\n\n</details>'
+
+
+# --- what all pages say about a run ---
+def _run(result: Result) -> str:
+    """Return the subcommand, and its part if it was run in several parts."""
+    return f"{result.command}, {result.part}" if result.part else result.command
+
+
+def _short(result: Result) -> str:
+    """Return a short name of the machine: H100, CPU."""
+    return str(result.machine["tag"]).upper()
+
+
+def _link(result: Result, folder: str) -> str:
+    anchor = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", _run(result).lower()))
+    return f"{folder}/{result.machine['tag']}.md#{anchor}"
+
+
+def _versions(result: Result) -> str:
+    return ", ".join(f"{name} {version}" for name, version in result.versions.items())
+
+
+def command_line(result: Result) -> str:
+    """Return the command line of a run, with the options that differ from their defaults."""
+    parameters = signature(
+        import_module(f"scree_bench.commands.{result.command}").command
+    ).parameters
+    arguments = [f"scree-bench {result.command}"]
+    for name, x in result.config.items():
+        if name in parameters and x not in (None, "") and str(x) != str(parameters[name].default):
+            option = name.replace("_", "-")
+            arguments.append(
+                f"--{option}"
+                if x is True
+                else f"--no-{option}"
+                if x is False
+                else f"--{option} {x}"
+            )
+    return " ".join(arguments)
+
+
+def _summary(command: str) -> str:
+    """Return the first line of the help text of a subcommand."""
+    module = import_module(f"scree_bench.commands.{command}")
+    return (getdoc(module.command) or "").partition("\n")[0]
+
+
+def _commands() -> str:
+    lines = ["## The commands", "", "| command | what it shows |", "|---|---|"]
+    return "\n".join(lines + [f"| `scree-bench {name}` | {_summary(name)} |" for name in MEASURING])
