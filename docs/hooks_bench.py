@@ -31,6 +31,7 @@ RULES = """
 .chart svg{display:block;width:100%;height:auto;max-width:24rem;font-family:inherit}
 .bench table:not([class]) th,.bench table:not([class]) td{
   padding:.35em .7em;min-width:0;white-space:nowrap}
+.bench table:not([class]) td:nth-child(2):last-child{min-width:11rem;white-space:normal}
 .bench details{margin:.6em 0}
 .bench code{word-break:break-word}
 """

@@ -281,13 +281,17 @@ def training(runs: Sequence[Result]) -> Answer | None:
 
 def cpu(runs: Sequence[Result]) -> Answer | None:
     """Compare scree with the best form by hand in each library, on the CPU."""
-    chosen = [r for r in runs if r.command == "ratios"]
+    chosen = [r for r in runs if r.command == "ratios" or _is_cpu_throughput(r)]
     rows = [row for r in chosen for row in r.rows if row.who == "scree" and row.status == OK]
+    rows = [row for row in rows if "what" in row.case]
     if not rows:
         return None
     libraries = list(dict.fromkeys(row.case["backend"] for row in rows))
     cells: dict[str, dict[str, str]] = {}
     groups: dict[str, dict[str, float]] = {}
+    for what, library, quotient in _throughputs(chosen):
+        groups.setdefault(what.replace(", against", "\nagainst"), {})[library] = quotient
+        cells.setdefault(what, {})[library] = ratio(quotient, 1, "")
     for row in rows:
         what, library = row.case["what"], row.case["backend"]
         if "over_ratio" in row.values:
@@ -305,12 +309,30 @@ def cpu(runs: Sequence[Result]) -> Answer | None:
     )
     text = (
         "NumPy, PyTorch, JAX and MLX on a CPU. Each case compares scree with the best form that a "
-        "user would write by hand in the same library. *Over the bare call* is the additional time "
+        "user would write by hand in the same library. The fastest peer is the best of padding, "
+        "sorting, nested tensors and a loop over rows. *Over the bare call* is the additional time "
         "of one call."
     )
     title = "scree's time / the time by hand: left is faster"
     picture = partial(_dots, groups=groups, title=title, limit="as fast as by hand")
     return Answer("CPU", text, table, ("overview-cpu", picture), chosen)
+
+
+def _is_cpu_throughput(result: Result) -> bool:
+    return result.command == "throughput" and "gpu" not in result.machine
+
+
+def _throughputs(runs: Sequence[Result]) -> Iterator[tuple[str, str, float]]:
+    """Yield a case, its library, and the time of scree divided by the time of the fastest peer."""
+    times: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    for row in (row for r in runs if _is_cpu_throughput(r) for row in r.rows):
+        if "pass_s" in row.values:
+            case = f"{row.case['operation']}, {row.case['batches']}, against the fastest peer"
+            both = times.setdefault((case, row.case["backend"]), ([], []))
+            both[not row.who.startswith("scree")].append(row.values["pass_s"])
+    for (case, library), (scree, peers) in times.items():
+        if scree and peers:
+            yield case, library, min(scree) / min(peers)
 
 
 def ratio(scree: float, peer: float | None, name: str) -> str:

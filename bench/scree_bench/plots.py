@@ -32,9 +32,9 @@ COLORS = {
     "chart-1": ("#e16f24", "#ffa657"),
     "chart-2": ("#2da44e", "#56d364"),
     "chart-3": ("#d63384", "#f778ba"),
-    "chart-4": ("#bf8700", "#e3b341"),
+    "chart-4": ("#1b7c83", "#39c5cf"),
     "chart-5": ("#cf222e", "#ff7b72"),
-    "chart-6": ("#1b7c83", "#39c5cf"),
+    "chart-6": ("#bf8700", "#e3b341"),
     "chart-7": ("#7a5230", "#c69c6d"),
     "chart-8": ("#6b7a1f", "#b5c464"),
 }
@@ -47,8 +47,8 @@ STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0,
 SIZE = (5.0, 3.2)
 #: Peers that many pictures share -> the index of their color.
 PEER_COLORS = {
-    "FA4": 0, "FA2": 1, "FA2 (aten)": 1, "FA3": 5, "FA3 (forward only)": 5, "padded, SDPA": 2,
-    "varlen_attn (FA2)": 7, "flex_attention": 3, "torch.nested, SDPA": 4,
+    "FA4": 0, "FA2": 1, "FA2 (aten)": 1, "FA3": 3, "FA3 (forward only)": 3, "padded, SDPA": 2,
+    "varlen_attn (FA2)": 7, "flex_attention": 5, "torch.nested, SDPA": 4,
     "loop over rows, SDPA": 6, "efficient": 2, "efficient, packed": 2, "torch": 0,
     "torch, compiled": 1, "liger_kernel": 2, "quack": 3, "padded": 4, "bare": 0,
 }  # fmt: skip

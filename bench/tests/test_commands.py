@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from scree_bench import pages, results
+from scree_bench import pages, plots, results
 from scree_bench.cli import MEASURING, app
 from scree_bench.measure import Failure
 from scree_bench.results import OK, Result, Row
@@ -559,6 +559,13 @@ def test_committed_overview_has_one_table_and_picture_per_question():
         assert "**" in section and re.search(r"\| 0\.\d\d", section), title
         assert "`scree-bench " in section and "numpy 2." in section, title
     assert "| / FA4 |" in sections["Attention"] and "fastest peer" in sections["Training"]
+
+
+def test_pictures_that_pages_name_exist():
+    names = {name for run in committed_runs() for name in plots.pictures(run)}
+    for page in DOCS.glob("*.md"):
+        named = set(re.findall(r"<!-- picture: ([\w-]+) -->", page.read_text(encoding="utf-8")))
+        assert named <= names, page
 
 
 @pytest.mark.parametrize("tag", ["cpu", "h100", "h200"])
