@@ -158,6 +158,23 @@ def test_the_page_on_kernels_describes_every_call() -> None:
         assert f"::: {call.__module__}.{call.__name__}\n" in page, name
 
 
+def test_copied_examples_have_no_prompts_and_errors_are_comments() -> None:
+    source = runpy.run_path(str(ROOT / "docs/code_blocks.py"))["source"]
+    text = """>>> for i in range(2):
+...     print(i)
+0
+1
+>>> int("x")
+Traceback (most recent call last):
+    ...
+ValueError: invalid literal
+>>> 1 + 1
+2
+"""
+    expected = 'for i in range(2):\n    print(i)\n# int("x")  # ValueError\n1 + 1\n'
+    assert source(text) == expected
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     if target.suffix == ".ipynb":
