@@ -95,10 +95,19 @@ TABLES = {
 }
 
 
+#: Factor of the rank in the search -> the beginnings of page addresses.
+SEARCH_BOOSTS = {
+    3: ("guides/", "tutorial", "cheatsheet"),
+    2: ("array", "semantics", "questions"),
+    0.2: ("reference/layout", "kernels.md"),
+}
+
+
 def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     """Replace every `<!-- table: NAME -->` by the table; rank guides first in the search."""
-    if page is not None and page.file.src_uri.startswith(("guides/", "tutorial")):
-        page.meta.setdefault("search", {"boost": 3})
+    for boost, prefixes in SEARCH_BOOSTS.items():
+        if page is not None and page.file.src_uri.startswith(prefixes):
+            page.meta.setdefault("search", {"boost": boost})
     return re.sub(r"<!-- table: (\w+) -->", lambda match: TABLES[match[1]], markdown)
 
 
