@@ -173,7 +173,7 @@ def publish(session: nox.Session) -> None:
 
     The environment variable `SITE_URL` is the address of the site.
     """
-    session.install("-e", ".[docs]", "-e", "conformance", "mike>=2.1")
+    session.install("-e", ".[docs]", *PARTS, "mike>=2.1")
     version = session.run("scree", "--version", silent=True).split()[-1]
     env = {"NO_MKDOCS_2_WARNING": "1", "DOCS_VERSIONS": "mike"}
     session.run("mike", "deploy", "--update-aliases", version, "latest", env=env)
