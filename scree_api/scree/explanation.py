@@ -34,8 +34,8 @@ class Explanation:
     Examples
     --------
     >>> import numpy as np, scree
-    >>> print(scree.explain("sum", scree.from_lengths(np.ones(3), [1, 2]), axis=1))
-    sum: runs on 'reduceat'
+    >>> scree.explain("sum", scree.from_lengths(np.ones(3), [1, 2]), axis=1).provider
+    'reduceat'
     """
 
     operation: str

@@ -134,7 +134,7 @@ def test_unregister_kernel_removes_the_provider(arr: scree.Array) -> None:
 )
 def test_misspelt_operations_and_the_standard_path_raise(do: Callable[[str, str], Any]) -> None:
     with pytest.raises(
-        ValueError, match=r"operation: expected one of attention, .*softmax, .*, got 'sofmax'"
+        ValueError, match=r"operation: expected one of append_paged, .*softmax, .*, got 'sofmax'"
     ):
         do("sofmax", "mine")
     with pytest.raises(ValueError, match="provider: 'standard' names the standard implementation"):
