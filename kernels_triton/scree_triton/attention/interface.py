@@ -283,7 +283,8 @@ def _schedule_operator(
 
 
 def _schedule_fake(cu, attended_cu, total, dtype, head_dim, head_dim_v, kernel, left, right):
-    tile_size = usual_tile_sizes(cu.device, dtype, head_dim, head_dim_v)[kernel]
+    # A dynamic size is a SymInt, which no table of launch configurations has as a key.
+    tile_size = usual_tile_sizes(cu.device, dtype, int(head_dim), int(head_dim_v))[kernel]
     slots = max_tiles(total, cu.shape[0] - 1, tile_size)
     return cu.new_empty((slots + 1, FIELDS), dtype=torch.int32)
 
