@@ -40,6 +40,7 @@ KERNELS: dict[str, KernelEntry] = {
     "mark": KernelEntry("layout.scatter_indices", lambda call: call.mask),
     "offsets": KernelEntry("layout.offsets", lambda call: call.lengths),
     "pad": KernelEntry("layout.interface", lambda call: call.arr.values, "pad"),
+    "paged_attention": KernelEntry("attention.paged", lambda call: call.q.values),
     "rms_norm": KernelEntry("norms.norms", lambda call: call.values),
     "rope": KernelEntry("norms.rope", lambda call: call.x.values),
     "scatter": KernelEntry("layout.interface", lambda call: call.values, "scatter"),

@@ -198,6 +198,9 @@ def paged_attention(
         "v_scale": v_scale,
     }
     checks.check_flag("return_lse", return_lse)
+    if sinks is not None:
+        check_heads("q", q)
+        check_per_head("sinks", sinks, q)
     needs_lse = return_lse or sinks is not None or shared_pages is not None
     options: dict[str, Any] = {
         "causal": causal,
@@ -207,15 +210,12 @@ def paged_attention(
         "split_size": split_size,
         "return_lse": needs_lse,
     }
-    if not needs_lse:
-        return _paged_attention.run(arrays, options, kernel)
-    call = PagedAttentionCall(**arrays, **options)
-    if sinks is not None:
-        check_per_head("sinks", sinks, q)
-    if shared_pages is None:
-        out, lse = _paged_attention.run_call(call, kernel)
+    if shared_pages is not None:
+        out, lse = _attend_shared(PagedAttentionCall(**arrays, **options), shared_pages, kernel)
+    elif needs_lse:
+        out, lse = _paged_attention.run(arrays, options, kernel)
     else:
-        out, lse = _attend_shared(call, shared_pages, kernel)
+        return _paged_attention.run(arrays, options, kernel)
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -1,0 +1,621 @@
+"""Calls of `paged_attention`: rejection of unsupported calls, launches and the operator."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..runtime.autograd import needs_gradient
+from ..runtime.compile import define_operator, uses_operators
+from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    bind_args,
+    empty,
+    launch_args,
+    on_device,
+)
+from .launch_configs import allows_tf32
+from .paged_kernels import combine_kernel, decode_kernel, prefill_kernel
+from .tile_scheduler import UNBOUNDED
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Rows of the tile of queries of `decode_kernel`: at least what a matrix product takes, and at most
+#: what the registers hold beside the keys.
+_MIN_ROWS, _MAX_ROWS, _MAX_SHARED_ROWS = 16, 64, 8
+#: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
+_ROWS_AT_A_TIME = (16, 64, 256, 1024)
+#: Parts that `combine_kernel` loads at a time, for few rows and for many, and elements at most.
+_PARTS_OF_FEW, _PARTS_OF_MANY, _MAX_COMBINED = 64, 8, 1 << 13
+
+
+class _Tile(NamedTuple):
+    """Columns of a block, keys times heads; compile options; CTAs per SM of `decode_kernel`."""
+
+    columns: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int = 1
+
+
+#: By bytes per element of the cache and padded head_dim.
+_DECODE_TILES = {
+    (1, 64): _Tile(256, 4, 3, 1),
+    (1, 128): _Tile(128, 4, 3, 1),
+    (1, 256): _Tile(64, 4, 3, 1),
+    (2, 64): _Tile(128, 4, 3, 1),
+    (2, 128): _Tile(64, 4, 3, 2),
+    (2, 256): _Tile(64, 4, 3, 1),
+    (4, 64): _Tile(64, 4, 3, 1),
+    (4, 128): _Tile(32, 4, 3, 1),
+    (4, 256): _Tile(16, 4, 3, 1),
+}
+#: Keys of a block of `prefill_kernel`, and its compile options.
+_PREFILL_TILES = {
+    (1, 64): _Tile(64, 8, 3),
+    (1, 128): _Tile(64, 8, 3),
+    (1, 256): _Tile(32, 8, 2),
+    (2, 64): _Tile(64, 8, 3),
+    (2, 128): _Tile(64, 8, 3),
+    (2, 256): _Tile(32, 8, 2),
+    (4, 64): _Tile(32, 8, 2),
+    (4, 128): _Tile(32, 8, 2),
+    (4, 256): _Tile(16, 8, 2),
+}
+_PREFILL_ROWS = 128
+
+
+@launch_args
+class DecodeArgs:
+    """Arguments of `decode_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    PAGES: Pointer
+    PAGE_OFFSETS: Pointer
+    KV_LENGTHS: Pointer
+    Q_OFFSETS: Pointer
+    SLOPES: Pointer
+    K_SCALE: Pointer
+    V_SCALE: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    PARTIAL: Pointer
+    stride_qt: Stride
+    stride_qh: Stride
+    stride_kp: Stride
+    stride_kt: Stride
+    stride_kh: Stride
+    stride_vp: Stride
+    stride_vt: Stride
+    stride_vh: Stride
+    n: Number
+    slots: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+    value_scale: Number
+    table_width: Number
+
+
+@launch_args
+class CombineArgs:
+    """Arguments of `combine_kernel`."""
+
+    KV_LENGTHS: Pointer
+    Q_OFFSETS: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    PARTIAL: Pointer
+    n: Number
+    slots: Number
+    window_left: Number
+
+
+@launch_args
+class PrefillArgs:
+    """Arguments of `prefill_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    PAGES: Pointer
+    PAGE_OFFSETS: Pointer
+    KV_LENGTHS: Pointer
+    Q_OFFSETS: Pointer
+    SLOPES: Pointer
+    K_SCALE: Pointer
+    V_SCALE: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    stride_qt: Stride
+    stride_qh: Stride
+    stride_kp: Stride
+    stride_kt: Stride
+    stride_kh: Stride
+    stride_vp: Stride
+    stride_vt: Stride
+    stride_vh: Stride
+    n: Number
+    bisections: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+    value_scale: Number
+    table_width: Number
+
+
+class Spec(NamedTuple):
+    """The options of a call."""
+
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    value_scale: float
+    split_size: int
+    """Tokens per part of a row; 0 for parts that fill the device."""
+    return_lse: bool
+
+
+class _Shape(NamedTuple):
+    """What the metadata of the arrays determines, besides their sizes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    is_table_ragged: bool
+    has_slopes: bool
+    is_scaled: bool
+    max_length: int
+    """A bound on the queries per row, at most `_MAX_ROWS`."""
+    rows_at_a_time: int
+    """Rows whose lengths are read at a time: all rows of the batch, or a part of many."""
+    has_many_rows: bool
+
+
+class _LaunchConfig:
+    """Launches for one kind of call."""
+
+    def __init__(self, shape: _Shape, spec: Spec, allows_tf32: bool):
+        device, group = device_info(shape.device), shape.heads // shape.kv_heads
+        self.index = shape.device.index if shape.device.type == "cuda" else None
+        self.new = empty(shape.device.type)
+        self.shape, self.spec = shape, spec
+        block_d, block_dv = (
+            max(16, triton.next_power_of_2(d)) for d in (shape.head_dim, shape.head_dim_v)
+        )
+        key = shape.cache_dtype.itemsize, max(64, block_d, block_dv)
+        # Rows of queries per key head that are decoded; no more for a few heads together.
+        self.rows = max(2, triton.next_power_of_2(group))
+        used = shape.max_length * group
+        if used <= _MAX_ROWS and not spec.split_size:
+            self.rows = max(self.rows, triton.next_power_of_2(used))
+        # A CTA with several heads reads longer runs of memory.
+        heads_per_cta = next(
+            h
+            for h in (8, 4, 2, 1)
+            if shape.kv_heads % h == 0 and (h == 1 or h * self.rows <= _MAX_SHARED_ROWS)
+        )
+        self.rows = max(self.rows, _MIN_ROWS // heads_per_cta)
+        self.has_prefill = used > self.rows
+        self.used = min(used, self.rows)
+        decode, prefill = _DECODE_TILES[key], _PREFILL_TILES[key]
+        block_n = max(1, decode.columns // heads_per_cta)
+        per_sm = device.sm_count * decode.ctas_per_sm
+        self.slots = max(1, per_sm * heads_per_cta // shape.kv_heads)
+        self.ctas = self.slots * (shape.kv_heads // heads_per_cta)
+        self.split = -(-spec.split_size // block_n)
+        self.block_n = block_n
+        heads = dict(KV_HEADS=shape.kv_heads, GROUP=group)
+        dims = dict(
+            HEAD_DIM=shape.head_dim, HEAD_DIM_V=shape.head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv
+        )
+        options = dict(
+            PAGE_SIZE=shape.page_size,
+            IS_RAGGED=shape.is_table_ragged,
+            HAS_LEFT=spec.left < UNBOUNDED,
+            # One query is the last token of its row.
+            HAS_RIGHT=spec.right < UNBOUNDED and shape.max_length > 1,
+            SOFTCAP=spec.softcap > 0,
+            ALIBI=shape.has_slopes,
+            SCALED=shape.is_scaled,
+            WRITE_LSE=spec.return_lse,
+        )
+        schedule = dict(
+            SPLIT=self.split,
+            IS_PAGED=shape.page_size > 0,
+            LENGTHS=shape.rows_at_a_time,
+            MANY=shape.has_many_rows,
+        )
+        self.by_row = bool(self.split) or shape.rows_at_a_time == _ROWS_AT_A_TIME[0]
+        last = dict(PRECISION="tf32" if allows_tf32 else "tf32x3")
+        # Few rows may have many parts each, of which a CTA loads as many as it can.
+        self.used = triton.next_power_of_2(self.used)
+        tile = 1 if self.by_row else self.used
+        parts = _PARTS_OF_FEW if self.by_row else _PARTS_OF_MANY
+        parts = max(2, min(parts, _MAX_COMBINED // (tile * block_dv)))
+        self.tiles = self.used // tile
+        self.decode = Launch(
+            decode_kernel,
+            heads
+            | dict(HEADS=heads_per_cta)
+            | dims
+            | dict(ROWS=self.rows, BLOCK_N=block_n)
+            | options
+            | schedule
+            | last
+            | dict(PDL=device.supports_pdl),
+            dict(num_warps=decode.num_warps, num_stages=decode.num_stages),
+            args=DecodeArgs,
+        )
+        self.combine = Launch(
+            combine_kernel,
+            heads
+            | dict(
+                HEAD_DIM_V=shape.head_dim_v,
+                BLOCK_DV=block_dv,
+                ROWS=self.rows,
+                BLOCK_N=block_n,
+                HAS_LEFT=options["HAS_LEFT"],
+                WRITE_LSE=spec.return_lse,
+            )
+            | schedule
+            | dict(
+                BY_ROW=self.by_row,
+                TILES=self.used // tile,
+                TILE=tile,
+                PARTS=parts,
+                PDL=device.supports_pdl,
+            ),
+            dict(num_warps=4, launch_pdl=device.supports_pdl),
+            args=CombineArgs,
+        )
+        self.queries = _PREFILL_ROWS // group
+        self.prefill = Launch(
+            prefill_kernel,
+            heads
+            | dims
+            | dict(DECODE_ROWS=self.rows, BLOCK_M=_PREFILL_ROWS, BLOCK_N=prefill.columns)
+            | options
+            | last,
+            dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
+            args=PrefillArgs,
+        )
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: torch.Tensor,
+        is_table_ragged: bool,
+        n: int,
+    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return a function that computes calls with arrays of these sizes and strides.
+
+        It takes q, k, v, pages, page offsets, kv_lengths, q offsets, slopes, k_scale and v_scale.
+        It returns the output (total, heads, head_dim_v) and the log-sum-exp (total, heads) or None.
+        """
+        shape, spec, new, slots = self.shape, self.spec, self.new, self.slots
+        total, heads, dim_v = q.shape[0], shape.heads, shape.head_dim_v
+        out_spec = (total, heads, dim_v), (heads * dim_v, dim_v, 1), q.dtype
+        lse_spec = (total, heads), (heads, 1), torch.float32
+        parts = 2 * slots
+        if self.split:
+            parts = n + pages.numel() * shape.page_size // (self.split * self.block_n)
+        size = parts * shape.kv_heads * self.rows * (dim_v + 4)
+        stride_qt, stride_qh, _ = q.stride()
+        stride_kp, stride_kt, stride_kh, _ = (0,) * (4 - k.ndim) + k.stride()
+        stride_vp, stride_vt, stride_vh, _ = (0,) * (4 - v.ndim) + v.stride()
+        numbers = dict(
+            stride_qt=stride_qt,
+            stride_qh=stride_qh,
+            stride_kp=stride_kp,
+            stride_kt=stride_kt,
+            stride_kh=stride_kh,
+            stride_vp=stride_vp,
+            stride_vt=stride_vt,
+            stride_vh=stride_vh,
+            n=n,
+            window_left=spec.left,
+            window_right=spec.right,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            value_scale=spec.value_scale,
+            table_width=0 if is_table_ragged else pages.stride(0),
+        )
+        decode_args = bind_args(DecodeArgs, slots=slots, **numbers)
+        prefill_args = bind_args(PrefillArgs, bisections=n.bit_length(), **numbers)
+        combine_args = bind_args(CombineArgs, n=n, slots=slots, window_left=spec.left)
+        prefill, decode, combine = self.prefill, self.decode, self.combine
+        prefill_programs = (total // self.queries + n) * shape.kv_heads if self.has_prefill else 0
+        decode_programs = self.ctas
+        combine_programs = (n if self.by_row else slots) * shape.kv_heads * self.tiles
+
+        def run(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            pages: torch.Tensor,
+            page_offsets: torch.Tensor | None,
+            kv_lengths: torch.Tensor,
+            q_offsets: torch.Tensor,
+            slopes: torch.Tensor | None,
+            k_scale: torch.Tensor | None,
+            v_scale: torch.Tensor | None,
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            out = new(*out_spec)
+            lse = new(*lse_spec) if spec.return_lse else None
+            if not (n and total):
+                return out, lse
+            partial = new((size,), (1,), torch.float32)
+            arrays = dict(
+                Q=q,
+                K=k,
+                V=v,
+                PAGES=pages,
+                PAGE_OFFSETS=pages if page_offsets is None else page_offsets,
+                KV_LENGTHS=kv_lengths,
+                Q_OFFSETS=q_offsets,
+                SLOPES=q if slopes is None else slopes,
+                K_SCALE=q if k_scale is None else k_scale,
+                V_SCALE=q if v_scale is None else v_scale,
+                OUT=out,
+                LSE=out if lse is None else lse,
+            )
+            if prefill_programs:
+                prefill(prefill_programs, prefill_args(**arrays))
+            decode(decode_programs, decode_args(PARTIAL=partial, **arrays))
+            combine(
+                combine_programs,
+                combine_args(
+                    KV_LENGTHS=kv_lengths,
+                    Q_OFFSETS=q_offsets,
+                    OUT=out,
+                    LSE=arrays["LSE"],
+                    PARTIAL=partial,
+                ),
+            )
+            return out, lse
+
+        return on_device(self.index, run)
+
+
+_launch_config = cache(_LaunchConfig)
+
+
+def _select(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_table_ragged: bool,
+    has_slopes: bool,
+    is_scaled: bool,
+    max_length: int,
+    n: int,
+    spec: Spec,
+) -> _LaunchConfig:
+    """Return the launch config of a call."""
+    _, heads, head_dim = q.shape
+    _, page_size, kv_heads, head_dim_v = v.shape
+    shape = _Shape(
+        q.device,
+        q.dtype,
+        max(k.dtype, v.dtype, key=lambda dtype: dtype.itemsize),
+        heads,
+        kv_heads,
+        head_dim,
+        head_dim_v,
+        page_size,
+        is_table_ragged,
+        has_slopes,
+        is_scaled,
+        min(max_length, _MAX_ROWS + 1),
+        next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
+        n > _ROWS_AT_A_TIME[-1],
+    )
+    return _launch_config(shape, spec, allows_tf32(q.dtype))
+
+
+def rejects(call: Any) -> str | None:
+    """Return why the kernels do not support a `PagedAttentionCall`; None if they do."""
+    q, k, v = call.q.values, call.k_pages, call.v_pages
+    if reason := unsupported_dtype(q):
+        return reason
+    for x in (k, v):
+        if x.dtype != q.dtype and x.dtype not in _FLOAT8:
+            return f"the Triton kernels take caches in float8_e4m3fn or float8_e5m2, not {x.dtype}"
+        if x.dtype in _FLOAT8 and (INTERPRETED or device_info(q.device).capability < (8, 9)):
+            return "the Triton kernels take 8-bit caches from compute capability 8.9 (Ada) on"
+    dims = q.shape[2], v.shape[3]
+    if not all(16 <= dim <= 256 for dim in dims):
+        return f"the Triton kernels take head_dim 16 to 256, not {dims[0]} (q, k) and {dims[1]} (v)"
+    if not q.stride(2) == k.stride(3) == v.stride(3) == 1:
+        return "the Triton kernels need the last axis of q, k and v to be contiguous"
+    if q.shape[1] // k.shape[2] > _MAX_ROWS:
+        return f"the Triton kernels take up to {_MAX_ROWS} query heads per key head"
+    arrays = q, k, v, call.alibi_slopes, call.k_scale, call.v_scale
+    if needs_gradient(*(x for x in arrays if isinstance(x, torch.Tensor))):
+        return "the Triton kernels compute no gradients of attention to a cache"
+    return None
+
+
+def paged_attention(call: Any) -> Any:
+    """Compute a `PagedAttentionCall`."""
+    q, table = call.q, call.page_table
+    k_scale, v_scale = _scales(call.k_scale, call.v_scale, q.values, call.k_pages.shape[2])
+    arguments = (
+        q.values,
+        call.k_pages,
+        call.v_pages,
+        table.values,
+        table.offsets,
+        call.kv_lengths,
+        q.offsets,
+        None if call.alibi_slopes is None else _as_float32(call.alibi_slopes),
+        k_scale,
+        v_scale,
+    )
+    spec = _spec_of(call)
+    if uses_operators(*arguments):
+        out, lse = _op(*arguments, q.layout.max_length_bound, *spec)
+    else:
+        out, lse = _run_operator(*arguments, q.layout.max_length_bound, *spec)
+    result = q.with_values(out)
+    return (result, q.with_values(lse)) if call.return_lse else result
+
+
+def prepare_paged_attention(call: Any) -> Callable[..., Any]:
+    """Return a function for calls with the same metadata."""
+    spec, q = _spec_of(call), call.q
+    has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
+    kv_heads = call.k_pages.shape[2]
+    prepared: dict[tuple[bool, bool], Callable[..., Any]] = {}
+    max_length, n = q.layout.max_length_bound, q.batch_size
+    values, caches = q.values, (call.k_pages, call.v_pages)
+
+    def prepare(pages: torch.Tensor, is_ragged: bool, is_tf32: bool) -> Callable[..., Any]:
+        has_slopes = call.alibi_slopes is not None
+        config = _select(values, *caches, is_ragged, has_slopes, has_scales, max_length, n, spec)
+        run = config.prepare(values, *caches, pages, is_ragged, n)
+        prepared[is_ragged, is_tf32] = run
+        return run
+
+    def attend(
+        q: Any,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        page_table: Any,
+        kv_lengths: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
+        k_scale: Any,
+        v_scale: Any,
+    ) -> Any:
+        values = q.values
+        is_ragged = not isinstance(page_table, torch.Tensor)
+        if has_scales:
+            k_scale, v_scale = _scales(k_scale, v_scale, values, kv_heads)
+        else:
+            k_scale = v_scale = None
+        if is_ragged:
+            pages, offsets = page_table.values.contiguous(), page_table.offsets.contiguous()
+        else:
+            pages, offsets = page_table, None
+            if pages.stride(1) != 1:
+                pages = pages.contiguous()
+        key = is_ragged, allows_tf32(values.dtype)
+        run = prepared.get(key) or prepare(pages, *key)
+        out, lse = run(
+            values,
+            k_pages,
+            v_pages,
+            pages,
+            offsets,
+            kv_lengths.contiguous(),
+            q.offsets.contiguous(),
+            None if alibi_slopes is None else _as_float32(alibi_slopes),
+            k_scale,
+            v_scale,
+        )
+        out = q.from_layout(out, q.layout)
+        return out if lse is None else (out, q.from_layout(lse, q.layout))
+
+    return attend
+
+
+def _as_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float32).contiguous()
+
+
+def _scales(
+    k_scale: Any, v_scale: Any, q: torch.Tensor, kv_heads: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the scales per head, of both if one has any; numbers are part of the spec."""
+    given = isinstance(k_scale, torch.Tensor), isinstance(v_scale, torch.Tensor)
+    if not any(given):
+        return None, None
+    ones = None if all(given) else q.new_ones((kv_heads,), dtype=torch.float32)
+    k_scale, v_scale = (
+        _as_float32(x) if is_given else ones for x, is_given in zip((k_scale, v_scale), given)
+    )
+    return k_scale, v_scale
+
+
+def _spec_of(call: Any) -> Spec:
+    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in call.window)
+    k_scale, v_scale = (
+        1.0 if x is None or isinstance(x, torch.Tensor) else float(x)
+        for x in (call.k_scale, call.v_scale)
+    )
+    scale = call.q.values.shape[2] ** -0.5 if call.scale is None else float(call.scale)
+    return Spec(
+        left,
+        right,
+        scale * k_scale,
+        float(call.softcap or 0.0),
+        v_scale,
+        call.split_size or 0,
+        call.return_lse,
+    )
+
+
+def _run_operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    page_offsets: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    q_offsets: torch.Tensor,
+    slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    max_length: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    value_scale: float,
+    split_size: int,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = Spec(left, right, scale, softcap, value_scale, split_size, return_lse)
+    has_scales, n = k_scale is not None, q_offsets.shape[0] - 1
+    config = _select(q, k, v, True, slopes is not None, has_scales, max_length, n, spec)
+    pages = pages.contiguous()
+    out, lse = config.prepare(q, k, v, pages, True, n)(
+        q,
+        k,
+        v,
+        pages,
+        page_offsets.contiguous(),
+        kv_lengths.contiguous(),
+        q_offsets.contiguous(),
+        slopes,
+        k_scale,
+        v_scale,
+    )
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _fake(q, k, v, *arguments):
+    total, heads, _ = q.shape
+    lse = (total, heads) if arguments[-1] else (0,)
+    return q.new_empty((total, heads, v.shape[3])), q.new_empty(lse, dtype=torch.float32)
+
+
+_op = define_operator("paged_attention", _run_operator, _fake)

@@ -1,0 +1,890 @@
+"""Attention to a paged cache in plain Triton: decoding, prefill and the combination of parts.
+
+A row is decoded if its queries, times the query heads per key head, fit one tile. `decode_kernel`
+takes all rows that are decoded, `prefill_kernel` the others, each from the lengths on the device.
+So nothing is planned on the host, and a CUDA graph stays right when the lengths change.
+
+`decode_kernel` has a fixed number of CTAs per key head. The keys of all rows, in blocks of BLOCK_N,
+are one sequence of units, of which every CTA takes an equal share. A CTA stores the result of a row
+that it holds completely, and partial results of its first and its last row otherwise.
+`combine_kernel` adds them up by their log-sum-exp. This is stream-K (Osama et al., 2023,
+arXiv:2301.03598) for the split keys of FlashDecoding (Dao et al., 2023).
+
+With SPLIT > 0 a unit has that many blocks of one row, and all partial results are kept. Then the
+bits of a row do not depend on the other rows.
+
+The query heads of one key head are rows of one tile (GQA): row r of a key head belongs to query
+``r // GROUP`` and to its query head ``r % GROUP``. Scores are kept in base 2.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .constants import INITIAL_MAX, LN2, LOG2E
+from .portable import _tanh
+
+UNSPECIALIZED = (
+    "n",
+    "slots",
+    "bisections",
+    "window_left",
+    "window_right",
+    "scale",
+    "softcap",
+    "value_scale",
+    "table_width",
+)
+
+
+@triton.jit
+def _load_pages(
+    PAGES, start, end, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """Return the page of a block of keys, or the page of each column if it may have several."""
+    if PAGE_SIZE == 0:
+        return 0
+    elif PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(PAGES + start // PAGE_SIZE, mask=start < end, other=0)
+    else:
+        token = tl.arange(0, BLOCK_N * HEADS) // HEADS
+        if BLOCK_N % PAGE_SIZE == 0 and BLOCK_N // PAGE_SIZE <= 4:
+            # A few pages are cheaper as numbers than as an array, which would change its layout.
+            PAGES += start // PAGE_SIZE
+            page = tl.load(PAGES, mask=start < end, other=0)
+            for i in tl.static_range(1, BLOCK_N // PAGE_SIZE):
+                next_page = tl.load(PAGES + i, mask=start + i * PAGE_SIZE < end, other=0)
+                page = tl.where(token >= i * PAGE_SIZE, next_page, page)
+            return page
+        else:
+            token += start
+            return tl.load(PAGES + token // PAGE_SIZE, mask=token < end, other=0)
+
+
+@triton.jit
+def _load_block(
+    X,
+    page,
+    start,
+    end,
+    stride_p,
+    stride_t,
+    stride_h,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Load a block of keys or values, (BLOCK_N * HEADS, BLOCK_D); 0 after `end` and DIM."""
+    column = tl.arange(0, BLOCK_N * HEADS)
+    offs_d = tl.arange(0, BLOCK_D)
+    token = column // HEADS
+    head = (column % HEADS).to(tl.int64) * stride_h
+    if PAGE_SIZE == 0:
+        X += tl.cast(start, tl.int64) * stride_t
+        offset = token.to(tl.int64) * stride_t + head
+    elif PAGE_SIZE % BLOCK_N == 0:
+        X += page.to(tl.int64) * stride_p + tl.cast(start % PAGE_SIZE, tl.int64) * stride_t
+        offset = token.to(tl.int64) * stride_t + head
+    else:
+        place = ((start + token) % PAGE_SIZE).to(tl.int64)
+        offset = page.to(tl.int64) * stride_p + place * stride_t + head
+    mask = (start + token < end)[:, None]
+    if DIM != BLOCK_D:
+        mask = mask & (offs_d < DIM)[None, :]
+    return tl.load(X + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    K,
+    V,
+    PAGES,
+    begin,
+    end,
+    position,
+    slope,
+    stride_kp,
+    stride_kt,
+    stride_kh,
+    stride_vp,
+    stride_vt,
+    stride_vh,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SUM_LATER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the keys [begin, end) of a row to the online softmax of a tile of its queries.
+
+    `begin` is a multiple of BLOCK_N, and K, V and PAGES are those of the row and the first head.
+    Query m is aligned with key ``position[m]`` and belongs to key head ``m // ROWS`` of the tile.
+    A block has BLOCK_N keys of HEADS heads, which are adjacent in memory; column c is key
+    ``c // HEADS`` of head ``c % HEADS``. Products of a query with another head are masked. That
+    wastes products, of which decoding has plenty, and reads memory in long runs. With SUM_LATER the
+    caller sums `row_sum` over the columns, which may be those of several warps.
+    """
+    column = tl.arange(0, BLOCK_N * HEADS)
+    BLOCK_M: tl.constexpr = q.shape[0]
+    if HEADS > 1:
+        own_head = (tl.arange(0, BLOCK_M) // ROWS)[:, None] == (column % HEADS)[None, :]
+    # Loaded one block ahead, so that the loads of keys and values do not wait for the page.
+    page = _load_pages(PAGES, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
+    for start in range(begin, end, BLOCK_N):
+        next_page = _load_pages(PAGES, start + BLOCK_N, end, HEADS, BLOCK_N, PAGE_SIZE)
+        k = _load_block(
+            K, page, start, end, stride_kp, stride_kt, stride_kh, HEADS, HEAD_DIM, BLOCK_D,
+            BLOCK_N, PAGE_SIZE,
+        )  # fmt: skip
+        v = _load_block(
+            V, page, start, end, stride_vp, stride_vt, stride_vh, HEADS, HEAD_DIM_V, BLOCK_DV,
+            BLOCK_N, PAGE_SIZE,
+        )  # fmt: skip
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if SOFTCAP:
+            scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+        else:
+            scores = scores * (scale * LOG2E)
+        token = start + (column // HEADS)[None, :]
+        aligned = position[:, None]
+        if ALIBI:
+            scores -= slope[:, None] * tl.abs(aligned - token).to(tl.float32)
+        attended = token < end
+        if HEADS > 1:
+            attended = attended & own_head
+        if HAS_LEFT:
+            attended = attended & (token >= aligned - window_left)
+        if HAS_RIGHT:
+            attended = attended & (token <= aligned + window_right)
+        scores = tl.where(attended, scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_max[:, None])
+        alpha = tl.exp2(row_max - new_max)
+        if SUM_LATER:
+            row_sum = row_sum * alpha[:, None] + p
+        else:
+            row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+        page = next_page
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED: tl.constexpr):
+    """Return the first entry of a row of the page table; a dense table has no offsets."""
+    if IS_RAGGED:
+        return tl.load(PAGE_OFFSETS + row).to(tl.int64)
+    else:
+        return row.to(tl.int64) * table_width
+
+
+@triton.jit
+def _query_rows(first_head, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return the query and the query head of each row of a tile, and its row within its key head."""
+    m = tl.arange(0, HEADS * ROWS)
+    row = m % ROWS
+    return row // GROUP, (first_head + m // ROWS) * GROUP + row % GROUP, row
+
+
+@triton.jit
+def _load_queries(
+    Q,
+    num_rows,
+    first_head,
+    stride_qt,
+    stride_qh,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load a tile of queries, (HEADS * ROWS, BLOCK_D), with `num_rows` rows per key head."""
+    offs_d = tl.arange(0, BLOCK_D)
+    query, head, row = _query_rows(first_head, HEADS, GROUP, ROWS)
+    offset = query.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    mask = (row < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    return tl.load(Q + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_results(
+    OUT,
+    LSE,
+    acc,
+    row_max,
+    row_sum,
+    value_scale,
+    num_rows,
+    first_head,
+    KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
+    """Store the output and the natural log-sum-exp of a tile of queries.
+
+    OUT and LSE are those of the first query.
+    """
+    offs_d = tl.arange(0, BLOCK_DV)
+    query, head, row = _query_rows(first_head, HEADS, GROUP, ROWS)
+    index = query.to(tl.int64) * (KV_HEADS * GROUP) + head
+    is_row = row < num_rows
+    total = tl.where(row_sum > 0, row_sum, 1.0)  # a query without keys has output 0
+    out = acc * (value_scale / total)[:, None]
+    mask = is_row[:, None] & (offs_d < HEAD_DIM_V)[None, :]
+    pointers = OUT + index[:, None] * HEAD_DIM_V + offs_d[None, :]
+    tl.store(pointers, out.to(OUT.dtype.element_ty), mask=mask)
+    if WRITE_LSE:
+        lse = tl.where(row_sum > 0, (row_max + tl.log2(total)) * LN2, -float("inf"))
+        tl.store(LSE + index, lse, mask=is_row)
+
+
+@triton.jit
+def _first_block(kv_length, q_length, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the first block of keys that a query of a row attends."""
+    if HAS_LEFT:
+        return tl.maximum(kv_length - q_length - window_left, 0) // BLOCK_N
+    else:
+        return kv_length * 0
+
+
+@triton.jit
+def _kv_length(KV_LENGTHS, row, is_row, IS_PAGED: tl.constexpr):
+    """Return the numbers of keys of rows."""
+    length = tl.load(KV_LENGTHS + row, mask=is_row, other=0)
+    if not IS_PAGED:
+        length = tl.load(KV_LENGTHS + row + 1, mask=is_row, other=0) - length
+    return length.to(tl.int32)
+
+
+@triton.jit
+def _num_units(
+    KV_LENGTHS,
+    Q_OFFSETS,
+    row,
+    is_row,
+    window_left,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+):
+    """Return the units of keys of decoded rows; 0 for other rows and for rows without queries."""
+    kv_length = _kv_length(KV_LENGTHS, row, is_row, IS_PAGED)
+    start = tl.load(Q_OFFSETS + row, mask=is_row, other=0)
+    q_length = (tl.load(Q_OFFSETS + row + 1, mask=is_row, other=0) - start).to(tl.int32)
+    blocks = tl.cdiv(kv_length, BLOCK_N)
+    blocks -= _first_block(kv_length, q_length, window_left, HAS_LEFT, BLOCK_N)
+    units = tl.cdiv(blocks, SPLIT) if SPLIT else blocks
+    # A row without keys has one unit, so that its output is written.
+    is_decoded = (q_length > 0) & (q_length * GROUP <= ROWS)
+    return tl.where(is_decoded, tl.maximum(units, 1), 0)
+
+
+@triton.jit
+def _total_units(
+    KV_LENGTHS,
+    Q_OFFSETS,
+    n,
+    window_left,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Return the units of the first n rows; without MANY at most LENGTHS."""
+    total = tl.zeros([LENGTHS], tl.int32)
+    for start in range(0, n if MANY else 1, LENGTHS):
+        row = start + tl.arange(0, LENGTHS)
+        total += _num_units(
+            KV_LENGTHS, Q_OFFSETS, row, row < n, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT,
+            SPLIT, IS_PAGED,
+        )  # fmt: skip
+    return tl.sum(total)
+
+
+@triton.jit
+def _find_row(
+    KV_LENGTHS,
+    Q_OFFSETS,
+    n,
+    unit,
+    window_left,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Return the row of a unit, and the first unit of that row."""
+    row = n * 0
+    first = unit * 0
+    for start in range(0, n if MANY else 1, LENGTHS):
+        rows = start + tl.arange(0, LENGTHS)
+        units = _num_units(
+            KV_LENGTHS, Q_OFFSETS, rows, rows < n, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT,
+            SPLIT, IS_PAGED,
+        )  # fmt: skip
+        # Rows before the unit come first: a block of rows counts if all rows before it do.
+        is_before = (first + tl.cumsum(units, 0) <= unit) & (rows < n) & (row == start)
+        row += tl.sum(is_before.to(tl.int32))
+        first += tl.sum(tl.where(is_before, units, 0))
+    if MANY:
+        # The compiler loses the alignment of all that is computed from a sum over a loop.
+        first = first.to(tl.float64).to(tl.int32)
+    return row, first
+
+
+@triton.jit
+def _first_unit(total, slot, slots):
+    """Return the first unit of a slot, of equal shares of all units."""
+    return slot * (total // slots) + tl.minimum(slot, total % slots)
+
+
+@triton.jit
+def _slot_of(total, unit, slots):
+    """Return the slot of a unit."""
+    share = total // slots
+    large = total % slots  # slots with one unit more
+    end = large * (share + 1)
+    return tl.where(unit < end, unit // (share + 1), large + (unit - end) // tl.maximum(share, 1))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def decode_kernel(
+    Q,
+    K,
+    V,
+    PAGES,
+    PAGE_OFFSETS,
+    KV_LENGTHS,
+    Q_OFFSETS,
+    SLOPES,
+    K_SCALE,
+    V_SCALE,
+    OUT,
+    LSE,
+    PARTIAL,
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kt,
+    stride_kh,
+    stride_vp,
+    stride_vt,
+    stride_vh,
+    n,
+    slots,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    value_scale,
+    table_width,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    MANY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute the decoded rows of OUT (total, heads, HEAD_DIM_V) and of LSE (total, heads).
+
+    PARTIAL (parts, KV_HEADS, ROWS, HEAD_DIM_V + 4) gets the results of parts of rows, each followed
+    by its log-sum-exp in base 2. Part ``2 * slot + 1`` begins with its row, part ``2 * slot`` does
+    not; with SPLIT the parts are the units. Without IS_PAGED, and with PAGE_SIZE = 0, the keys are
+    contiguous: PAGES is not read, and KV_LENGTHS has the offsets of their rows.
+    """
+    slot = tl.program_id(0) // (KV_HEADS // HEADS)
+    head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
+    total = _total_units(
+        KV_LENGTHS,
+        Q_OFFSETS,
+        n,
+        window_left,
+        GROUP,
+        ROWS,
+        BLOCK_N,
+        HAS_LEFT,
+        SPLIT,
+        IS_PAGED,
+        LENGTHS,
+        MANY,
+    )
+    unit = _first_unit(total, slot, slots)
+    last = _first_unit(total, slot + 1, slots)
+    row, first = _find_row(
+        KV_LENGTHS,
+        Q_OFFSETS,
+        n,
+        unit,
+        window_left,
+        GROUP,
+        ROWS,
+        BLOCK_N,
+        HAS_LEFT,
+        SPLIT,
+        IS_PAGED,
+        LENGTHS,
+        MANY,
+    )
+    if PDL:
+        gdc_launch_dependents()
+    offs_dv = tl.arange(0, BLOCK_DV)
+    query, query_head, query_row = _query_rows(head, HEADS, GROUP, ROWS)
+    slope = tl.load(SLOPES + query_head) * LOG2E if ALIBI else query.to(tl.float32)
+    if SCALED:
+        scale = scale * tl.load(K_SCALE + query_head // GROUP).to(tl.float32)[:, None]
+        value_scale = value_scale * tl.load(V_SCALE + query_head // GROUP).to(tl.float32)
+    K += head.to(tl.int64) * stride_kh
+    V += head.to(tl.int64) * stride_vh
+    while unit < last:
+        units = _num_units(
+            KV_LENGTHS, Q_OFFSETS, row, row < n, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT,
+            SPLIT, IS_PAGED,
+        )  # fmt: skip
+        if units > 0:
+            stop = unit + 1 if SPLIT else tl.minimum(last, first + units)
+            kv_length = _kv_length(KV_LENGTHS, row, row < n, IS_PAGED)
+            keys = tl.cast(0, tl.int64) if IS_PAGED else tl.load(KV_LENGTHS + row).to(tl.int64)
+            q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
+            q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
+            blocks: tl.constexpr = SPLIT if SPLIT else 1
+            before = _first_block(kv_length, q_length, window_left, HAS_LEFT, BLOCK_N)
+            begin = (before + (unit - first) * blocks) * BLOCK_N
+            end = (before + (stop - first) * blocks) * BLOCK_N
+            q = _load_queries(
+                Q + q_start * stride_qt, q_length * GROUP, head, stride_qt, stride_qh,
+                HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+            acc, row_max, row_sum = _attend(
+                tl.zeros([HEADS * ROWS, BLOCK_DV], tl.float32),
+                tl.full([HEADS * ROWS], INITIAL_MAX, tl.float32),
+                tl.zeros([HEADS * ROWS, BLOCK_N * HEADS], tl.float32),
+                q,
+                K + keys * stride_kt,
+                V + keys * stride_vt,
+                PAGES + _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED),
+                begin,
+                tl.minimum(end, kv_length),
+                kv_length - q_length + query,
+                slope,
+                stride_kp,
+                stride_kt,
+                stride_kh,
+                stride_vp,
+                stride_vt,
+                stride_vh,
+                window_left,
+                window_right,
+                scale,
+                softcap,
+                HEADS,
+                ROWS,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_N,
+                PAGE_SIZE,
+                HAS_LEFT,
+                HAS_RIGHT,
+                SOFTCAP,
+                ALIBI,
+                True,
+                PRECISION,
+            )
+            row_sum = tl.sum(row_sum, 1)
+            if stop - unit == units:
+                _store_results(
+                    OUT + q_start * (KV_HEADS * GROUP * HEAD_DIM_V),
+                    LSE + q_start * (KV_HEADS * GROUP),
+                    acc,
+                    row_max,
+                    row_sum,
+                    value_scale,
+                    q_length * GROUP,
+                    head,
+                    KV_HEADS,
+                    HEADS,
+                    GROUP,
+                    ROWS,
+                    HEAD_DIM_V,
+                    BLOCK_DV,
+                    WRITE_LSE,
+                )
+            else:
+                part = unit if SPLIT else 2 * slot + (unit == first)
+                index = (part.to(tl.int64) * KV_HEADS + query_head // GROUP) * ROWS + query_row
+                weight = tl.where(row_sum > 0, row_sum, 1.0)
+                is_row = query_row < q_length * GROUP
+                partial = PARTIAL + index * (HEAD_DIM_V + 4)
+                tl.store(
+                    partial[:, None] + offs_dv[None, :],
+                    acc * (value_scale / weight)[:, None],
+                    mask=is_row[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+                )
+                lse = tl.where(row_sum > 0, row_max + tl.log2(weight), -float("inf"))
+                tl.store(partial + HEAD_DIM_V, lse, mask=is_row)
+            unit = stop
+        if unit >= first + units:
+            first += units
+            row += 1
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def combine_kernel(
+    KV_LENGTHS,
+    Q_OFFSETS,
+    OUT,
+    LSE,
+    PARTIAL,
+    n,
+    slots,
+    window_left,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    MANY: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Combine the parts of the rows that `decode_kernel` cut.
+
+    A CTA computes one of TILES parts of TILE queries of a key head: with BY_ROW of any row, else of
+    the row whose first part is the last part of a slot.
+    """
+    query_row = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    head = tl.program_id(0) // TILES % KV_HEADS
+    row = tl.program_id(0) // (TILES * KV_HEADS)
+    total = _total_units(
+        KV_LENGTHS,
+        Q_OFFSETS,
+        n,
+        window_left,
+        GROUP,
+        ROWS,
+        BLOCK_N,
+        HAS_LEFT,
+        SPLIT,
+        IS_PAGED,
+        LENGTHS,
+        MANY,
+    )
+    if BY_ROW:
+        first = _total_units(
+            KV_LENGTHS,
+            Q_OFFSETS,
+            row,
+            window_left,
+            GROUP,
+            ROWS,
+            BLOCK_N,
+            HAS_LEFT,
+            SPLIT,
+            IS_PAGED,
+            LENGTHS,
+            MANY,
+        )
+        slot = _slot_of(total, first, slots)
+    else:
+        slot = row
+        end = _first_unit(total, slot + 1, slots)
+        row, first = _find_row(
+            KV_LENGTHS, Q_OFFSETS, n, tl.maximum(end - 1, 0), window_left, GROUP, ROWS, BLOCK_N,
+            HAS_LEFT, SPLIT, IS_PAGED, LENGTHS, MANY,
+        )  # fmt: skip
+        row = tl.minimum(row, n - 1)
+    units = _num_units(
+        KV_LENGTHS,
+        Q_OFFSETS,
+        row,
+        row < n,
+        window_left,
+        GROUP,
+        ROWS,
+        BLOCK_N,
+        HAS_LEFT,
+        SPLIT,
+        IS_PAGED,
+    )
+    if SPLIT:
+        parts = units
+    else:
+        parts = _slot_of(total, first + units - 1, slots) - slot + 1
+    is_cut = (units > 0) & (parts > 1)
+    if not BY_ROW:
+        is_cut &= (first >= _first_unit(total, slot, slots)) & (first < end)
+    q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
+    q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
+    if is_cut:
+        if PDL:
+            gdc_wait()
+        offs_d = tl.arange(0, BLOCK_DV)
+        is_row = query_row < q_length * GROUP
+        acc = tl.zeros([TILE, BLOCK_DV], tl.float32)
+        top = tl.full([TILE], INITIAL_MAX, tl.float32)
+        weight = tl.zeros([TILE], tl.float32)
+        for j in range(0, parts, PARTS):
+            part = j + tl.arange(0, PARTS)
+            index = first + part if SPLIT else 2 * (slot + part) + (part == 0)
+            index = (index.to(tl.int64) * KV_HEADS + head) * ROWS
+            index = index[None, :] + query_row[:, None]
+            is_part = (part < parts)[None, :] & is_row[:, None]
+            partial = PARTIAL + index * (HEAD_DIM_V + 4)
+            lse = tl.load(partial + HEAD_DIM_V, mask=is_part, other=-float("inf"))
+            result = tl.load(
+                partial[:, :, None] + offs_d[None, None, :],
+                mask=is_part[:, :, None] & (offs_d < HEAD_DIM_V)[None, None, :],
+                other=0.0,
+            )
+            new_top = tl.maximum(top, tl.max(lse, 1))
+            factor = tl.exp2(lse - new_top[:, None])
+            alpha = tl.exp2(top - new_top)
+            acc = acc * alpha[:, None] + tl.sum(result * factor[:, :, None], 1)
+            weight = weight * alpha + tl.sum(factor, 1)
+            top = new_top
+        index = (q_start + query_row // GROUP) * (KV_HEADS * GROUP) + head * GROUP
+        index += query_row % GROUP
+        divisor = tl.where(weight > 0, weight, 1.0)
+        out = acc / divisor[:, None]
+        tl.store(
+            OUT + index[:, None] * HEAD_DIM_V + offs_d[None, :],
+            out.to(OUT.dtype.element_ty),
+            mask=is_row[:, None] & (offs_d < HEAD_DIM_V)[None, :],
+        )
+        if WRITE_LSE:
+            lse = tl.where(weight > 0, (top + tl.log2(divisor)) * LN2, -float("inf"))
+            tl.store(LSE + index, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def prefill_kernel(
+    Q,
+    K,
+    V,
+    PAGES,
+    PAGE_OFFSETS,
+    KV_LENGTHS,
+    Q_OFFSETS,
+    SLOPES,
+    K_SCALE,
+    V_SCALE,
+    OUT,
+    LSE,
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kt,
+    stride_kh,
+    stride_vp,
+    stride_vt,
+    stride_vh,
+    n,
+    bisections,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    value_scale,
+    table_width,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DECODE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute the rows of OUT and LSE that `decode_kernel` does not, one tile of queries per CTA.
+
+    Tiles are numbered so that row i begins with tile ``Q_OFFSETS[i] // QUERIES + i``. Some numbers
+    have no tile.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    head = tl.program_id(0) % KV_HEADS
+    number = tl.program_id(0) // KV_HEADS
+    low = n * 0
+    high = n
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        is_at_most = tl.load(Q_OFFSETS + middle) // QUERIES + middle <= number
+        low = tl.where(is_at_most, middle, low)
+        high = tl.where(is_at_most, high, middle)
+    row = low
+    q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
+    q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
+    query = (number - (q_start // QUERIES).to(tl.int32) - row) * QUERIES
+    if (query >= q_length) | (q_length * GROUP <= DECODE_ROWS):
+        return
+    kv_length = tl.load(KV_LENGTHS + row).to(tl.int32)
+    offs_m = tl.arange(0, BLOCK_M)
+    slope = (
+        tl.load(SLOPES + head * GROUP + offs_m % GROUP) * LOG2E if ALIBI else offs_m.to(tl.float32)
+    )
+    if SCALED:
+        scale = scale * tl.load(K_SCALE + head).to(tl.float32)
+        value_scale = value_scale * tl.load(V_SCALE + head).to(tl.float32)
+    queries = tl.minimum(q_length - query, QUERIES)
+    q_start += query
+    q = _load_queries(
+        Q + q_start * stride_qt, queries * GROUP, head, stride_qt, stride_qh, 1, GROUP, BLOCK_M,
+        HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    aligned = kv_length - q_length + query  # the key that is aligned with the first query
+    begin = aligned * 0
+    full_begin = begin
+    full_end = kv_length
+    end = kv_length
+    if HAS_LEFT:
+        begin = tl.maximum(aligned - window_left, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(aligned + queries - 1 - window_left, 0), BLOCK_N) * BLOCK_N
+    if HAS_RIGHT:
+        end = tl.minimum(kv_length, tl.maximum(aligned + queries + window_right, 0))
+        full_end = tl.minimum(kv_length, tl.maximum(aligned + window_right + 1, 0))
+    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, begin)
+    full_begin = tl.minimum(full_begin, full_end)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], INITIAL_MAX, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    pages = PAGES + _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
+    position = aligned + offs_m // GROUP
+    K += head.to(tl.int64) * stride_kh
+    V += head.to(tl.int64) * stride_vh
+    for masked in tl.static_range(3):
+        if masked == 0:
+            low = begin
+            high = full_begin
+        elif masked == 1:
+            low = full_begin
+            high = full_end
+        else:
+            low = full_end
+            high = end
+        if masked != 0 or HAS_LEFT:
+            acc, row_max, row_sum = _attend(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                K,
+                V,
+                pages,
+                low,
+                high,
+                position,
+                slope,
+                stride_kp,
+                stride_kt,
+                stride_kh,
+                stride_vp,
+                stride_vt,
+                stride_vh,
+                window_left,
+                window_right,
+                scale,
+                softcap,
+                1,
+                BLOCK_M,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_N,
+                PAGE_SIZE,
+                HAS_LEFT and masked != 1,
+                HAS_RIGHT and masked != 1,
+                SOFTCAP,
+                ALIBI,
+                False,
+                PRECISION,
+            )
+    _store_results(
+        OUT + q_start * (KV_HEADS * GROUP * HEAD_DIM_V),
+        LSE + q_start * (KV_HEADS * GROUP),
+        acc,
+        row_max,
+        row_sum,
+        value_scale,
+        queries * GROUP,
+        head,
+        KV_HEADS,
+        1,
+        GROUP,
+        BLOCK_M,
+        HEAD_DIM_V,
+        BLOCK_DV,
+        WRITE_LSE,
+    )
