@@ -79,6 +79,7 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
     from scree import register_kernel
 
     from .runtime.device import rejects_device
+    from .runtime.fallback import fallback_note
 
     function = entry.function or operation
 
@@ -92,10 +93,15 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
             return "the Triton kernels run under no transform of torch.func, such as vmap"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
+    def note(call: Any) -> str | None:
+        # A kernel that is unavailable is worse news than one that is not the fastest.
+        return fallback_note(kernels.__name__, entry.values(call).dtype) or variant_note(call)
+
+    variant_note = getattr(kernels, "note", lambda call: None)
     register_kernel(
         operation,
         provider="triton",
         rejects=rejects,
         prepare=getattr(kernels, f"prepare_{function}", None),
-        note=getattr(kernels, "note", lambda call: None),
+        note=note,
     )(getattr(kernels, function))

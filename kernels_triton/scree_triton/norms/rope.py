@@ -14,10 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+import scree
+
 from ..layout.offsets import row_of
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import (
     Launch,
     Number,
@@ -448,6 +451,25 @@ class _LaunchConfig:
 _launch_config = lru_cache(1024)(_LaunchConfig)
 
 
+def _standard(
+    q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, sign: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layout = scree.Array.unchecked(q, rotation.offsets, 0, None).layout
+    theta = rotation.base ** (-q.shape[-1] / 2)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = scree.Array.from_layout(x, layout)
+        options = dict(theta=theta, interleaved=rotation.interleaved, start=rotation.start)
+        return scree.rope(x, **options, kernel="standard").values  # type: ignore[no-any-return]
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        # The gradient of a rotation is the inverse rotation, wherever it is computed.
+        return run(x) if sign > 0 else gradients(run, (torch.zeros_like(x),), x)[0]
+
+    return rotate(q), None if k is None else rotate(k)
+
+
+@falls_back_to(_standard)
 def rotate(
     q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, sign: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -306,6 +306,7 @@ class Launch:
     __slots__ = (
         "constants",
         "encoded",
+        "failures",
         "index",
         "kernel",
         "metadata",
@@ -333,6 +334,7 @@ class Launch:
         self.values = tuple(constants.values())
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
+        self.failures: dict[int | tuple[int, ...], str] = {}  # why a variant does not compile
 
     def __call__(self, programs: int, args: Any) -> None:
         """Launch on the current stream of the current device, which must hold the tensors.
@@ -368,6 +370,8 @@ class Launch:
             # A number beyond 32 bits, for which the JIT below has another variant.
             except OverflowError:
                 pass
+        if kind in self.failures:
+            raise KernelUnavailableError(self.failures[kind])
         strides = specialized[len(pointers) :]
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         try:
@@ -375,10 +379,11 @@ class Launch:
                 *typed, *pointers, *strides, *numbers, **self.constants, **self.options
             )
         except (CompilationError, OutOfResources, PTXASError) as error:
-            raise KernelUnavailableError(
+            self.failures[kind] = (
                 f"{self.kernel.__name__} does not compile for "
                 f"{device_info(pointers[0].device)}: {type(error).__name__}: {error}"
-            ) from error
+            )
+            raise KernelUnavailableError(self.failures[kind]) from error
         if (
             max(0, *strides, *numbers) < _LIMIT
             and TRITON_VERSION in _SUPPORTED_VERSIONS
