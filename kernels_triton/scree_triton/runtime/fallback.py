@@ -7,7 +7,8 @@ Both fall back here: with one warning, and a line in `scree.explain`.
 
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -54,22 +55,34 @@ def fallback_note(module: str, dtype: torch.dtype) -> str | None:
     return _UNAVAILABLE.get((module, dtype))
 
 
+@cache
+def _initial_dispatch_keys() -> tuple[Any, Any]:
+    """Return the dispatch keys that a new thread includes and excludes."""
+
+    def keys() -> tuple[Any, Any]:
+        return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(keys).result()
+
+
 def gradients(
     run: Callable[..., Any], inputs: tuple[torch.Tensor | None, ...], grads: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of `inputs` from the gradients of the results of ``run(*inputs)``.
 
-    The gradient of None is None. Unlike `torch.autograd.grad`, `torch.func.vjp` also records inside
-    an operator, where autograd is off.
+    The gradient of None is None.
     """
-    indices = [i for i, x in enumerate(inputs) if x is not None]
-
-    def run_on(*tensors: torch.Tensor) -> Any:
-        arguments: list[torch.Tensor | None] = [None] * len(inputs)
-        for i, tensor in zip(indices, tensors):
-            arguments[i] = tensor
-        return run(*arguments)
-
-    _, pull_back = torch.func.vjp(run_on, *(inputs[i] for i in indices))
-    results = dict(zip(indices, pull_back(grads)))
-    return tuple(results.get(i) for i in range(len(inputs)))
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    # Inside an operator the dispatcher skips autograd. A checkpoint around the call counts the
+    # tensors that autograd saves, and must not see these.
+    keys, hooks = _initial_dispatch_keys(), (lambda x: x, lambda x: x)
+    with (
+        torch._C._ForceDispatchKeyGuard(*keys),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(*hooks),
+    ):
+        results = run(*leaves)
+        present = [x for x in leaves if x is not None]
+        found = iter(torch.autograd.grad(results, present, grads, materialize_grads=True))
+        return tuple(None if x is None else next(found) for x in leaves)
