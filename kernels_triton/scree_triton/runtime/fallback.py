@@ -20,11 +20,14 @@ from scree.dispatch.operation import KernelUnavailableError
 _UNAVAILABLE: dict[tuple[str, torch.dtype], str] = {}
 
 
-def falls_back_to(standard: Callable[..., Any]) -> Callable[..., Any]:
+def falls_back_to(
+    standard: Callable[..., Any], module: str | None = None
+) -> Callable[..., Any]:
     """Return a decorator for a function that launches kernels.
 
     `standard` takes the same arguments. It computes the same result without these kernels and runs
-    where one of them does not compile.
+    where one of them does not compile. `module` offers the operations to scree; by default it is the
+    module of `standard`.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +36,7 @@ def falls_back_to(standard: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return run(*args)
             except KernelUnavailableError as error:
-                _record(standard.__module__, args, str(error))
+                _record(module or standard.__module__, args, str(error))
             # Compiled programs expect the strides that the fake function of an operator returns.
             return tree_map_only(torch.Tensor, torch.Tensor.contiguous, standard(*args))
 
