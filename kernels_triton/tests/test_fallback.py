@@ -10,6 +10,10 @@ from triton.runtime.errors import OutOfResources
 
 import scree
 from scree.dispatch import registry
+from scree_triton.attention import tile_scheduler
+from scree_triton.layout import offsets, scatter_indices, standard
+from scree_triton.layout.concat import concat, split
+from scree_triton.layout.linear_map import LINEAR_MAPS
 from scree_triton.runtime import fallback, launch
 
 DEVICE = "cpu" if launch.INTERPRETED else "cuda"
@@ -131,3 +135,92 @@ def test_explain_says_that_a_gradient_falls_back(kernels_fail):
     assert "big_kernel does not compile" in explanation.note
     half = x.with_values(x.values.detach().half())
     assert scree.explain("swiglu", half).note is None
+
+
+@pytest.mark.parametrize("window", [(1 << 30, 0), (1 << 30, 1 << 30)])
+def test_schedule_without_kernels_has_the_tiles_of_the_kernels(window):
+    lengths, attended = torch.tensor([5, 0, 70, 33]), torch.tensor([5, 3, 70, 0])
+    arguments = [
+        torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lengths, attended)
+    ]
+    total = 120  # 12 tokens are in the tail
+    got = tile_scheduler._schedule_by_rows(*arguments, total, 32, *window)
+    expected = tile_scheduler.schedule_tiles(*arguments, total, 32, *window)
+    assert got.shape == expected.shape and got[0, 0] == expected[0, 0]
+    count = int(got[0, 0])
+    tiles = [sorted(x[1 : count + 1, :5].tolist()) for x in (got, expected)]
+    assert tiles[0] == tiles[1]
+
+
+def test_schedule_that_does_not_compile_falls_back(monkeypatch):
+    inputs = make_inputs(DEVICE, lengths=ROWS)
+    expected = loss_of("attention", inputs)
+
+    def fail(*args):
+        raise OutOfResources(300_000, 100_000, "shared memory")
+
+    monkeypatch.setattr(fallback, "_UNAVAILABLE", {})
+    monkeypatch.setattr(tile_scheduler, "_failures", {})
+    monkeypatch.setattr(tile_scheduler, "_schedule_tiles", fail)
+    with pytest.warns(RuntimeWarning, match="the tile schedule does not compile"):
+        loss = loss_of("attention", inputs)
+    torch.testing.assert_close(loss, expected)
+
+
+#: Rows 3, 0, 2, and two tokens in the tail.
+OFFSETS = torch.tensor([0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
+STARTS = torch.tensor([4, 0, 6], dtype=torch.int32, device=DEVICE)
+INDEX = torch.tensor([3, -1, 0, 9, 1], dtype=torch.int32, device=DEVICE)
+REPEATED = torch.tensor([3, -1, 3, 9, 1, 0, 1], dtype=torch.int32, device=DEVICE)
+KEPT = torch.tensor([5, 6, -1, 2], device=DEVICE)
+LAYOUT_CALLS = [
+    ("pad", (7, 2), (OFFSETS, 0, 4, False, 1.5, True)),
+    ("pad", (7, 2), (OFFSETS, 0, 2, True, 0.0, True)),
+    ("pad", (2, 7), (OFFSETS, 1, 4, True, 0.0, False)),
+    ("unpad", (3, 4, 2), (OFFSETS, 0, 7, False)),
+    ("unpad", (3, 2, 4), (OFFSETS, 1, 7, True)),
+    ("unpad", (3, 2), (OFFSETS, 0, 7, True)),
+    ("gather", (4, 2), (INDEX, False)),
+    ("scatter_add", (7, 2), (REPEATED, 4)),
+    ("scatter_unique", (5, 2), (INDEX, 4)),
+    ("scatter_last", (7, 2), (REPEATED, KEPT)),
+    ("gather_last", (4, 2), (REPEATED, KEPT)),
+    ("select", (8, 2), (OFFSETS, STARTS, 0, 7, -1, True)),
+    ("select", (2, 8), (OFFSETS, STARTS, 1, 7, 1, True)),
+    ("select_backward", (7, 2), ((8, 2), OFFSETS, STARTS, 0, -1, True)),
+    ("select_backward", (7, 2), ((8, 2), OFFSETS, STARTS, 0, 1, False)),
+]
+
+
+@pytest.mark.parametrize("name, shape, args", LAYOUT_CALLS)
+def test_standard_layout_operation_equals_the_kernel(name, shape, args):
+    x = torch.arange(1.0, 1 + torch.Size(shape).numel(), device=DEVICE).reshape(shape)
+    expected, got = LINEAR_MAPS[name].run(x, *args), getattr(standard, name)(x, *args)
+    if not isinstance(expected, tuple):
+        expected, got = [expected], [got]
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+def test_standard_concat_and_split_equal_the_kernels():
+    xs = [torch.arange(14.0, device=DEVICE).reshape(7, 2), torch.ones((6, 2), device=DEVICE)]
+    rows = [OFFSETS, torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=DEVICE)]
+    joined = concat(xs, rows, 0)
+    assert torch.equal(standard.concat(xs, rows, 0), joined)
+    parts = split(joined, rows, [7, 6], 0), standard.split(joined, rows, [7, 6], 0)
+    for x, y in zip(*parts, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_standard_indices_equal_the_kernels():
+    lengths = torch.tensor([3, 0, 2], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(
+        offsets._standard(lengths, torch.int64), offsets.offsets_from_lengths(lengths, torch.int64)
+    )
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 1]], dtype=torch.bool, device=DEVICE)
+    for total in (4, 6, 3):
+        got = scatter_indices._standard_mask_indices(mask, total, torch.int32)
+        expected = scatter_indices.mask_indices(mask, total, torch.int32)
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(got, expected))
+    last = scatter_indices.last_tokens(REPEATED, 4)
+    assert torch.equal(scatter_indices._standard_last_tokens(REPEATED, 4), last)

@@ -96,6 +96,8 @@ LINEAR_MAPS = {
         lambda dy, shape, *_: dy.new_empty(shape),
     ),
 }
+
+
 def _falling_back(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run` with a fallback, for gradients and operators.
 
@@ -149,9 +151,7 @@ def _make_operator(name: str) -> None:
             args[i] = tensor
         return (linear.gradient(_OPERATORS, dy, ctx.shape, *args),)
 
-    operator = define_operator(
-        name, run, linear.empty, save=scatter_last, backward=differentiate
-    )
+    operator = define_operator(name, run, linear.empty, save=scatter_last, backward=differentiate)
     setattr(_OPERATORS, name, operator)
     setattr(_EAGER, name, partial(_eager, run, name))
 
@@ -196,7 +196,12 @@ def _record_split(ctx, dy, offsets, totals, dim):
 
 
 def _split_gradient(ctx, *dxs):
-    return _differentiable_concat(_concat_or_fall_back, ctx.offsets, ctx.dim, *dxs), None, None, None
+    return (
+        _differentiable_concat(_concat_or_fall_back, ctx.offsets, ctx.dim, *dxs),
+        None,
+        None,
+        None,
+    )
 
 
 _differentiable_split = differentiable(
@@ -223,7 +228,11 @@ def _concat_operator_gradient(ctx, dy):
 
 
 _concat_op = define_operator(
-    "concat", _concat_or_fall_back, _concat_fake, save=_save_concat, backward=_concat_operator_gradient
+    "concat",
+    _concat_or_fall_back,
+    _concat_fake,
+    save=_save_concat,
+    backward=_concat_operator_gradient,
 )
 _split_op = define_operator("split", _split_or_fall_back, _split_fake)
 

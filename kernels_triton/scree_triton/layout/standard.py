@@ -29,9 +29,7 @@ def pad(
     return padded, mask if with_mask else mask.new_empty((0,))
 
 
-def unpad(
-    x: torch.Tensor, offsets: torch.Tensor, dim: int, total: int, left: bool
-) -> torch.Tensor:
+def unpad(x: torch.Tensor, offsets: torch.Tensor, dim: int, total: int, left: bool) -> torch.Tensor:
     """Return the tokens of padded rows."""
     length, (rows, slots, has_row) = x.shape[dim + 1], _rows_of_tokens(offsets, total)
     if left:

@@ -16,13 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 from scree.dispatch.operation import KernelUnavailableError
 
-#: Module of the kernels and dtype -> why one of its kernels does not run.
-_UNAVAILABLE: dict[tuple[str, torch.dtype], str] = {}
+#: Module of the kernels, and dtype or None -> why one of its kernels does not run.
+_UNAVAILABLE: dict[tuple[str, torch.dtype | None], str] = {}
 
 
-def falls_back_to(
-    standard: Callable[..., Any], module: str | None = None
-) -> Callable[..., Any]:
+def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Callable[..., Any]:
     """Return a decorator for a function that launches kernels.
 
     `standard` takes the same arguments. It computes the same result without these kernels and runs
@@ -47,7 +45,8 @@ def falls_back_to(
 
 def _record(module: str, args: tuple[Any, ...], reason: str) -> None:
     note = f"gradients and compiled calls run without a kernel: {reason}"
-    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    floats = (x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
+    dtypes = {x.dtype for x in floats} or {None}  # None: a kernel for offsets or indices
     if any(_UNAVAILABLE.get((module, dtype)) != note for dtype in dtypes):
         warnings.warn(f"{module}: {note}", RuntimeWarning, stacklevel=3)
     _UNAVAILABLE.update({(module, dtype): note for dtype in dtypes})
@@ -55,7 +54,7 @@ def _record(module: str, args: tuple[Any, ...], reason: str) -> None:
 
 def fallback_note(module: str, dtype: torch.dtype) -> str | None:
     """Return why kernels of a module do not run for arrays of a dtype; None if all run."""
-    return _UNAVAILABLE.get((module, dtype))
+    return _UNAVAILABLE.get((module, dtype)) or _UNAVAILABLE.get((module, None))
 
 
 @cache
@@ -63,7 +62,10 @@ def _initial_dispatch_keys() -> tuple[Any, Any]:
     """Return the dispatch keys that a new thread includes and excludes."""
 
     def keys() -> tuple[Any, Any]:
-        return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        return (
+            torch._C._dispatch_tls_local_include_set(),
+            torch._C._dispatch_tls_local_exclude_set(),
+        )
 
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(keys).result()

@@ -45,6 +45,8 @@ from .device import (
     device_info,
 )
 
+#: Errors of a kernel that does not compile or does not fit on the device.
+COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError)
 _LIMIT = 1 << 31  # numbers from here on need 64 bits, hence another variant
 _MAX_ENCODED = 4096  # entries of a cache of descriptors
 _address = torch.Tensor.data_ptr
@@ -378,7 +380,7 @@ class Launch:
             compiled = self.kernel[(programs,)](
                 *typed, *pointers, *strides, *numbers, **self.constants, **self.options
             )
-        except (CompilationError, OutOfResources, PTXASError) as error:
+        except COMPILE_ERRORS as error:
             self.failures[kind] = (
                 f"{self.kernel.__name__} does not compile for "
                 f"{device_info(pointers[0].device)}: {type(error).__name__}: {error}"
