@@ -123,6 +123,23 @@ def test_operators_whose_kernels_do_not_compile_fall_back(name, kernels_fail):
     assert_close(got, expected)
 
 
+@pytest.mark.parametrize("name", ["attention", "layer_norm", "linear_cross_entropy", "flip"])
+def test_compiled_program_whose_kernels_do_not_compile_trains(name, kernels_fail):
+    inputs = make_inputs(DEVICE, lengths=ROWS)
+
+    def program(x, weight):
+        return loss_of(name, inputs._replace(x=x, weight=weight))
+
+    loss = program(inputs.x, inputs.weight)
+    expected = [loss.detach(), *gradients_of(loss, inputs)]
+    compiled = torch.compile(program, backend="aot_eager")
+    kernels_fail()
+    with pytest.warns(RuntimeWarning, match="gradients and compiled calls run without a kernel"):
+        loss = compiled(inputs.x, inputs.weight)
+        got = [loss.detach(), *gradients_of(loss, inputs)]
+    assert_close(got, expected)
+
+
 def test_explain_says_that_a_gradient_falls_back(kernels_fail):
     inputs = make_inputs(DEVICE, lengths=ROWS)
     x = inputs.array(inputs.x)
