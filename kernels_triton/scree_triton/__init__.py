@@ -67,6 +67,7 @@ def register() -> None:
     for operation, entry in KERNELS.items():
         # Imported now, because the first call may be inside a compiled function.
         _register(operation, entry, import_module(f".{entry.module}", __name__))
+    import_module(".runtime.compile", __name__).support_dtensor()
 
 
 def _interpreted() -> bool:
