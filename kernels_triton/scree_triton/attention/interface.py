@@ -415,8 +415,12 @@ def _forward_operator(
     layout.cache[layout.query_key(q.shape[0], sizes.forward, spec)] = tiles, None
     config = get_launch_config(q, k, v, layout, spec, slopes is not None)
     rows = layout._replace(max_seqlen=max_length)
-    run = falls_back_to(lambda *args: _other_forward(config, rows, spec, *args))
-    return run(config.prepare_forward(layout, q.shape[0], k.shape[0], spec))(q, k, v, slopes)  # type: ignore[no-any-return]
+
+    @falls_back_to(lambda *args: _other_forward(config, rows, spec, *args))
+    def run(*args: Any) -> Any:
+        return config.forward(*args, layout, spec)
+
+    return run(q, k, v, slopes)  # type: ignore[no-any-return]
 
 
 def _forward_fake(q, k, v, slopes, cu_q, cu_k, tiles, max_length, left, right, scale, softcap):
@@ -449,9 +453,12 @@ def _backward_operator(
     layout.cache[layout.key_key(k.shape[0], sizes.dkdv, spec)] = key_tiles, None
     config = get_launch_config(q, k, v, layout, spec, slopes is not None)
     rows = layout._replace(max_seqlen=max_length)
-    run = falls_back_to(lambda *args: _other_backward(config, rows, spec, *args))
-    run_back = run(config.prepare_backward(layout, q.shape[0], k.shape[0], spec))
-    return run_back(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
+
+    @falls_back_to(lambda *args: _other_backward(config, rows, spec, *args))
+    def run(*args: Any) -> Any:
+        return config.backward(*args, layout, spec)
+
+    return run(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
 
 
 def _backward_fake(
