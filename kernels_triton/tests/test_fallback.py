@@ -243,3 +243,16 @@ def test_standard_indices_equal_the_kernels():
         assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(got, expected))
     last = scatter_indices.last_tokens(REPEATED, 4)
     assert torch.equal(scatter_indices._standard_last_tokens(REPEATED, 4), last)
+
+
+@pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if not n.startswith("attention")])
+def test_second_derivative_equals_the_standard_implementation(name):
+    def second(inputs):
+        (first,) = torch.autograd.grad(loss_of(name, inputs), inputs[1:2], create_graph=True)
+        return gradients_of(first.square().sum(), inputs)
+
+    inputs = make_inputs(DEVICE, lengths=ROWS)
+    with registry.isolated(standard_only=True):
+        expected = second(inputs)
+    for got, wanted in zip(second(inputs), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))

@@ -328,7 +328,9 @@ def _attention_gradient(ctx, dout, dlse=None):
     return *ctx.run_back(*ctx.saved_tensors, dout, dlse), None
 
 
-_differentiable_attention = differentiable("Attention", _record_attention, _attention_gradient)
+_differentiable_attention = differentiable(
+    "Attention", _record_attention, _attention_gradient, second_derivative="none"
+)
 
 
 def _traced(

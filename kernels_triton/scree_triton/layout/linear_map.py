@@ -129,7 +129,7 @@ def _map_gradient(ctx, dy, *_):
     )
 
 
-_differentiable_map = differentiable("Map", _record_map, _map_gradient, twice_differentiable=True)
+_differentiable_map = differentiable("Map", _record_map, _map_gradient, second_derivative="own")
 
 
 def _make_operator(name: str) -> None:
@@ -186,7 +186,7 @@ def _concat_gradient(ctx, dy):
 
 
 _differentiable_concat = differentiable(
-    "Concat", _record_concat, _concat_gradient, twice_differentiable=True
+    "Concat", _record_concat, _concat_gradient, second_derivative="own"
 )
 
 
@@ -205,7 +205,7 @@ def _split_gradient(ctx, *dxs):
 
 
 _differentiable_split = differentiable(
-    "Split", _record_split, _split_gradient, twice_differentiable=True
+    "Split", _record_split, _split_gradient, second_derivative="own"
 )
 
 

@@ -382,7 +382,7 @@ def _fused_gradient(ctx, dloss):
     x, weight, bias, classes, offsets = ctx.saved_tensors
     # The first backward pass returns the gradients of the forward pass; a second one recomputes them.
     results, ctx.gradients = ctx.gradients, None
-    if results is None:
+    if results is None or torch.is_grad_enabled():  # a second derivative needs their graph
         targets, needed = (
             Targets(classes, offsets, ctx.ignored),
             NeededGradients(*ctx.needs_input_grad[:3]),
@@ -403,6 +403,8 @@ def _computes_gradients_early(x: torch.Tensor, reduction: str) -> bool:
 def _scale_standard(
     gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
+    if gradient is None or factor is None:
+        return None if gradient is None else gradient.to(dtype)
     return (gradient.float() * factor).to(dtype)
 
 

@@ -2,9 +2,11 @@
 
 If the forward of an eager call raises `KernelUnavailableError`, the dispatch of scree selects another
 kernel. A gradient runs later, and an operator runs in a compiled program or under a dispatch mode.
-Both fall back here: with one warning, and a line in `scree.explain`.
+Both fall back here: with one warning, and a line in `scree.explain`. A gradient that is
+differentiated again takes the same way, because autograd does not record a kernel.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,26 @@ from scree.dispatch.operation import KernelUnavailableError
 _UNAVAILABLE: dict[tuple[str, torch.dtype | None], str] = {}
 
 
+class _State(threading.local):
+    records_gradients = False
+
+
+_state = _State()
+
+
+def recorded_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `backward` on the standard implementations, so that autograd records it."""
+
+    def run(*args: Any) -> Any:
+        before, _state.records_gradients = _state.records_gradients, True
+        try:
+            return backward(*args)
+        finally:
+            _state.records_gradients = before
+
+    return run
+
+
 def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Callable[..., Any]:
     """Return a decorator for a function that launches kernels.
 
@@ -31,6 +53,8 @@ def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Ca
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def run_or_fall_back(*args: Any) -> Any:
+            if _state.records_gradients:
+                return standard(*args)
             try:
                 return run(*args)
             except KernelUnavailableError as error:
@@ -76,8 +100,15 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of `inputs` from the gradients of the results of ``run(*inputs)``.
 
-    The gradient of None is None.
+    The gradient of None is None. Autograd records the gradients for `recorded_gradients`.
     """
+    if _state.records_gradients:
+        # Aliases, because an array may be several inputs.
+        aliases = [
+            x if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+            for x in inputs
+        ]
+        return _differentiate(run, aliases, grads, create_graph=True)
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     # Inside an operator the dispatcher skips autograd. A checkpoint around the call counts the
     # tensors that autograd saves, and must not see these.
@@ -87,7 +118,12 @@ def gradients(
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(*hooks),
     ):
-        results = run(*leaves)
-        present = [x for x in leaves if x is not None]
-        found = iter(torch.autograd.grad(results, present, grads, materialize_grads=True))
-        return tuple(None if x is None else next(found) for x in leaves)
+        return _differentiate(run, leaves, grads)
+
+
+def _differentiate(
+    run: Callable[..., Any], inputs: list[torch.Tensor | None], grads: Any, **options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    present, results = [x for x in inputs if x is not None], run(*inputs)
+    found = iter(torch.autograd.grad(results, present, grads, materialize_grads=True, **options))
+    return tuple(None if x is None else next(found) for x in inputs)

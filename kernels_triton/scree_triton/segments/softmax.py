@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 
 import scree
+from scree.ops.segment import segment_reduce
 
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
@@ -52,11 +53,13 @@ def _standard(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
 
 
 def _standard_backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
-    # Every x with the result y has the same gradient: for softmax the logarithm of y, for
-    # log-softmax y itself.
     x = y if y.dtype == torch.float64 else y.float()
-    x = x.log() if kind == "softmax" else x
     rows = rows._replace(layout=layout_of(x, rows))
+    if kind == "softmax":
+        weighted = x * dy
+        sums = segment_reduce("sum", weighted, rows.layout, "standard")
+        return (weighted - x * rows.layout.per_token(sums)).to(y.dtype)
+    # For log-softmax, y itself is an x with the result y.
     (dx,) = gradients(lambda x: _standard(x, rows, kind), (x,), dy.to(x.dtype))
     return dx.to(y.dtype)
 
