@@ -256,3 +256,12 @@ def test_second_derivative_equals_the_standard_implementation(name):
         expected = second(inputs)
     for got, wanted in zip(second(inputs), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_index_changed_before_the_backward_raises():
+    inputs = make_inputs(DEVICE, lengths=ROWS)
+    index = torch.arange(32, device=DEVICE)
+    taken = scree.gather(inputs.x, scree.Array(index, inputs.offsets), kernel="triton")
+    index += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        taken.values.sum().backward()

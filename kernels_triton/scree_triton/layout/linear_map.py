@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.autograd import differentiable
+from ..runtime.autograd import differentiable, save_args, saved_args
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.fallback import falls_back_to
 from . import standard
@@ -115,7 +115,8 @@ _OPERATORS = SimpleNamespace()
 
 def _record_map(ctx, x, run, name, *args):
     ctx.set_materialize_grads(False)
-    ctx.name, ctx.shape, ctx.args = name, x.shape, args
+    ctx.name, ctx.shape = name, x.shape
+    save_args(ctx, args)
     out = run(x, *args)
     if isinstance(out, tuple):
         ctx.mark_non_differentiable(*out[1:])
@@ -123,10 +124,9 @@ def _record_map(ctx, x, run, name, *args):
 
 
 def _map_gradient(ctx, dy, *_):
-    return (
-        LINEAR_MAPS[ctx.name].gradient(_EAGER, dy, ctx.shape, *ctx.args),
-        *(None,) * (2 + len(ctx.args)),
-    )
+    args = saved_args(ctx)
+    dx = LINEAR_MAPS[ctx.name].gradient(_EAGER, dy, ctx.shape, *args)
+    return dx, *(None,) * (2 + len(args))
 
 
 _differentiable_map = differentiable("Map", _record_map, _map_gradient, second_derivative="own")
@@ -136,22 +136,15 @@ def _make_operator(name: str) -> None:
     linear = LINEAR_MAPS[name]
     run = _falling_back(linear.run)
 
-    def scatter_last(ctx, inputs, output):
+    def save(ctx, inputs, output):
         x, *args = inputs
-        ctx.shape, ctx.rest = (
-            x.shape,
-            [None if isinstance(arg, torch.Tensor) else arg for arg in args],
-        )
-        ctx.tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        ctx.save_for_backward(*(args[i] for i in ctx.tensors))
+        ctx.shape = x.shape
+        save_args(ctx, args)
 
     def differentiate(ctx, dy, *_):
-        args = list(ctx.rest)
-        for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
-            args[i] = tensor
-        return (linear.gradient(_OPERATORS, dy, ctx.shape, *args),)
+        return (linear.gradient(_OPERATORS, dy, ctx.shape, *saved_args(ctx)),)
 
-    operator = define_operator(name, run, linear.empty, save=scatter_last, backward=differentiate)
+    operator = define_operator(name, run, linear.empty, save=save, backward=differentiate)
     setattr(_OPERATORS, name, operator)
     setattr(_EAGER, name, partial(_eager, run, name))
 
@@ -177,12 +170,13 @@ _concat_or_fall_back, _split_or_fall_back = _falling_back(concat), _falling_back
 
 
 def _record_concat(ctx, run, offsets, dim, *xs):
-    ctx.offsets, ctx.dim, ctx.totals = offsets, dim, [x.shape[dim] for x in xs]
+    ctx.dim, ctx.totals = dim, [x.shape[dim] for x in xs]
+    save_args(ctx, offsets)
     return run(xs, offsets, dim)
 
 
 def _concat_gradient(ctx, dy):
-    return None, None, None, *_differentiable_split(dy, ctx.offsets, ctx.totals, ctx.dim)
+    return None, None, None, *_differentiable_split(dy, saved_args(ctx), ctx.totals, ctx.dim)
 
 
 _differentiable_concat = differentiable(
@@ -191,13 +185,14 @@ _differentiable_concat = differentiable(
 
 
 def _record_split(ctx, dy, offsets, totals, dim):
-    ctx.offsets, ctx.dim = offsets, dim
+    ctx.dim = dim
+    save_args(ctx, offsets)
     return tuple(_split_or_fall_back(dy, offsets, totals, dim))
 
 
 def _split_gradient(ctx, *dxs):
     return (
-        _differentiable_concat(_concat_or_fall_back, ctx.offsets, ctx.dim, *dxs),
+        _differentiable_concat(_concat_or_fall_back, saved_args(ctx), ctx.dim, *dxs),
         None,
         None,
         None,

@@ -17,7 +17,7 @@ import triton.language as tl
 import scree
 
 from ..layout.offsets import row_of
-from ..runtime.autograd import differentiable
+from ..runtime.autograd import differentiable, save_args, saved_args
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from ..runtime.fallback import falls_back_to, gradients
@@ -491,16 +491,17 @@ def _as_heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
 
 
 def _record_rope(ctx, q, k, rotation, config):
-    ctx.rotation = rotation
+    save_args(ctx, rotation)
     ctx.set_materialize_grads(False)
     q, k = config.rotate(q, k, rotation, 1)
     return q if k is None else (q, k)
 
 
 def _rope_gradient(ctx, dq, dk=None):
+    rotation = Rotation(*saved_args(ctx))
     if dq is None:
-        return None, None if dk is None else rotate(dk, None, ctx.rotation, -1)[0], None, None
-    return *rotate(dq, dk, ctx.rotation, -1), None, None
+        return None, None if dk is None else rotate(dk, None, rotation, -1)[0], None, None
+    return *rotate(dq, dk, rotation, -1), None, None
 
 
 _differentiable_rope = differentiable("Rope", _record_rope, _rope_gradient)

@@ -2,7 +2,7 @@
 made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,31 @@ def needs_gradient(*tensors: torch.Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def save_args(ctx: Any, args: Sequence[Any]) -> None:
+    """Keep arguments for the backward pass.
+
+    Autograd keeps the tensors, and raises if one of them was changed in place. It cannot keep
+    tensors of `torch.inference_mode`; `ctx` keeps those.
+    """
+    ctx.args = args
+    ctx.saved = [
+        i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and not x.is_inference()
+    ]
+    if ctx.saved:
+        ctx.args = [None if i in ctx.saved else x for i, x in enumerate(args)]
+        ctx.save_for_backward(*(args[i] for i in ctx.saved))
+
+
+def saved_args(ctx: Any) -> Sequence[Any]:
+    """Return the arguments that `save_args` kept."""
+    if not ctx.saved:
+        return ctx.args  # type: ignore[no-any-return]
+    args = list(ctx.args)
+    for i, tensor in zip(ctx.saved, ctx.saved_tensors):
+        args[i] = tensor
+    return args
 
 
 class _Function(torch.autograd.Function):
