@@ -101,8 +101,8 @@ def select_backward(
 def concat(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Concatenate row i of each array."""
     total, out = sum(x.shape[dim] for x in xs), None
-    for x, places in zip(xs, _places(offsets, [x.shape[dim] for x in xs]), strict=True):
-        part = scatter_unique(x.movedim(dim, 0), places, total)
+    for x, index in zip(xs, _scatter_indices(offsets, [x.shape[dim] for x in xs]), strict=True):
+        part = scatter_unique(x.movedim(dim, 0), index, total)
         out = part if out is None else out + part
     assert out is not None
     return out.movedim(0, dim)
@@ -112,7 +112,7 @@ def split(
     dy: torch.Tensor, offsets: Sequence[torch.Tensor], totals: Sequence[int], dim: int
 ) -> list[torch.Tensor]:
     """Return the arrays whose rows were concatenated."""
-    return [_take(dy, places, dim).contiguous() for places in _places(offsets, totals)]
+    return [_take(dy, index, dim).contiguous() for index in _scatter_indices(offsets, totals)]
 
 
 def _take(x: torch.Tensor, index: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor:
@@ -144,11 +144,11 @@ def _sources(offsets: torch.Tensor, starts: torch.Tensor, total: int, step: int)
     return torch.where(has_row, starts[rows] + positions * step, -1)
 
 
-def _places(offsets: Sequence[torch.Tensor], totals: Sequence[int]) -> list[torch.Tensor]:
-    """Return per array the place of each token in the concatenation; -1 for the tail."""
-    starts, places = sum(x.long() for x in offsets), []
+def _scatter_indices(offsets: Sequence[torch.Tensor], totals: Sequence[int]) -> list[torch.Tensor]:
+    """Return per array the index of each token in the concatenation; -1 for the tail."""
+    starts, indices = sum(x.long() for x in offsets), []
     for x, total in zip(offsets, totals, strict=True):
         rows, positions, has_row = _rows_of_tokens(x, total)
-        places.append(torch.where(has_row, starts[rows] + positions, -1))
+        indices.append(torch.where(has_row, starts[rows] + positions, -1))
         starts = starts + torch.diff(x, append=x[-1:])
-    return places
+    return indices
