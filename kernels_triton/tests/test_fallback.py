@@ -265,3 +265,12 @@ def test_index_changed_before_the_backward_raises():
     index += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         taken.values.sum().backward()
+
+
+def test_index_of_inference_mode_can_be_trained_with():
+    inputs = make_inputs(DEVICE, lengths=ROWS)
+    with torch.inference_mode():
+        index = torch.arange(32, device=DEVICE)
+    taken = scree.gather(inputs.x, scree.Array(index, inputs.offsets), kernel="triton")
+    (dx,) = torch.autograd.grad(taken.values.sum(), inputs.x)
+    assert torch.equal(dx, torch.ones_like(dx))

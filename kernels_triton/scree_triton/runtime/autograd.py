@@ -19,29 +19,32 @@ def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
+_SAVED = object()  # in place of a tensor that autograd keeps
+
+
 def save_args(ctx: Any, args: Sequence[Any]) -> None:
     """Keep arguments for the backward pass.
 
     Autograd keeps the tensors, and raises if one of them was changed in place. It cannot keep
     tensors of `torch.inference_mode`; `ctx` keeps those.
     """
-    ctx.args = args
-    ctx.saved = [
-        i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and not x.is_inference()
-    ]
-    if ctx.saved:
-        ctx.args = [None if i in ctx.saved else x for i, x in enumerate(args)]
-        ctx.save_for_backward(*(args[i] for i in ctx.saved))
+    tensors, ctx.args = [], []
+    for x in args:
+        if isinstance(x, torch.Tensor) and not x.is_inference():
+            tensors.append(x)
+            x = _SAVED
+        ctx.args.append(x)
+    ctx.has_saved = bool(tensors)
+    if tensors:
+        ctx.save_for_backward(*tensors)
 
 
-def saved_args(ctx: Any) -> Sequence[Any]:
+def saved_args(ctx: Any) -> list[Any]:
     """Return the arguments that `save_args` kept."""
-    if not ctx.saved:
+    if not ctx.has_saved:
         return ctx.args  # type: ignore[no-any-return]
-    args = list(ctx.args)
-    for i, tensor in zip(ctx.saved, ctx.saved_tensors):
-        args[i] = tensor
-    return args
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if x is _SAVED else x for x in ctx.args]
 
 
 class _Function(torch.autograd.Function):
