@@ -5,6 +5,7 @@ registered in one place.
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -99,7 +100,10 @@ def support_dtensor() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from .sharding import register_shardings
 
-        register_shardings(OPERATORS)
+        # DTensor's interface for strategies is private. Without it, DTensor itself raises for the
+        # operators, and programs without DTensor still run.
+        with suppress(ImportError, AttributeError):
+            register_shardings(OPERATORS)
 
 
 def uses_operators(*tensors: torch.Tensor | None) -> bool:
