@@ -1,16 +1,19 @@
 """Kernels that do not compile: gradients and operators fall back to other implementations."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
-from program_calls import CALLS, NOT_DIFFERENTIABLE, make_inputs
+from program_calls import CALLS, NOT_DIFFERENTIABLE, make_inputs, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.errors import OutOfResources
 
 import scree
 from scree.dispatch import registry
-from scree_triton.attention import tile_scheduler
+from scree.dispatch.operation import KernelUnavailableError
+from scree_triton.attention import launch_configs, tile_scheduler
+from scree_triton.attention.launch_configs import LaunchConfig, PortableConfig
 from scree_triton.layout import offsets, scatter_indices, standard
 from scree_triton.layout.concat import concat, split
 from scree_triton.layout.linear_map import LINEAR_MAPS
@@ -97,7 +100,7 @@ def test_backward_whose_kernels_do_not_compile_falls_back(name, kernels_fail):
         results = [gradients_of(loss, inputs) for loss in losses]
     for got in results:
         assert_close(got, expected)
-    messages = [str(w.message) for w in caught if "run without a kernel" in str(w.message)]
+    messages = [str(w.message) for w in caught if "replaces a kernel" in str(w.message)]
     assert len(messages) == len(set(messages))
     if name in EXPLAINED:
         assert len(messages) == 1 and "big_kernel does not compile" in messages[0]
@@ -134,7 +137,7 @@ def test_compiled_program_whose_kernels_do_not_compile_trains(name, kernels_fail
     expected = [loss.detach(), *gradients_of(loss, inputs)]
     compiled = torch.compile(program, backend="aot_eager")
     kernels_fail()
-    with pytest.warns(RuntimeWarning, match="gradients and compiled calls run without a kernel"):
+    with pytest.warns(RuntimeWarning, match="another implementation replaces a kernel"):
         loss = compiled(inputs.x, inputs.weight)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -147,7 +150,7 @@ def test_explain_says_that_a_gradient_falls_back(kernels_fail):
     x = inputs.array(inputs.x)
     loss = scree.swiglu(x).values.sum()
     kernels_fail()
-    with pytest.warns(RuntimeWarning, match="gradients and compiled calls run without a kernel"):
+    with pytest.warns(RuntimeWarning, match="another implementation replaces a kernel"):
         loss.backward()
     explanation = scree.explain("swiglu", x)
     assert explanation.provider == "triton"
@@ -274,3 +277,53 @@ def test_index_of_inference_mode_can_be_trained_with():
     taken = scree.gather(inputs.x, scree.Array(index, inputs.offsets), kernel="triton")
     (dx,) = torch.autograd.grad(taken.values.sum(), inputs.x)
     assert torch.equal(dx, torch.ones_like(dx))
+
+
+class BrokenConfig(LaunchConfig):
+    """Launch config of kernels that are not portable, of which some do not compile."""
+
+    broken = "forward"
+
+    def __init__(self, device, dtype, layouts, has_left, has_right, causal, softcap, alibi, *_):
+        super().__init__(device, dtype, layouts)
+        self.arguments = device, dtype, layouts, has_left, has_right, softcap, alibi, False
+
+    def prepare_forward(self, *args):
+        return self.prepare("forward", *args)
+
+    def prepare_backward(self, *args):
+        return self.prepare("backward", *args)
+
+    def prepare(self, name, *args):
+        def fail(*args):
+            raise KernelUnavailableError("a Hopper kernel does not compile")
+
+        config = PortableConfig(*self.arguments)
+        return fail if name == self.broken else getattr(config, f"prepare_{name}")(*args)
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("broken", ["forward", "backward"])
+def test_attention_kernel_that_does_not_compile_is_replaced_by_a_portable_one(
+    broken, operators, monkeypatch
+):
+    inputs = make_inputs(DEVICE, lengths=ROWS)
+    expected = run("attention", inputs)
+    monkeypatch.setattr(fallback, "_UNAVAILABLE", {})
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    monkeypatch.setattr(launch_configs, "select_config", BrokenConfig)
+    monkeypatch.setattr(BrokenConfig, "broken", broken)
+    x = inputs.array(inputs.x)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        PassThrough() if operators else nullcontext(),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for got, wanted in zip(run("attention", inputs), expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    messages = [str(w.message) for w in caught if "a Hopper kernel" in str(w.message)]
+    assert len(messages) == 1 and "another implementation replaces a kernel" in messages[0]
+    heads = x.with_values(inputs.x.detach().reshape(-1, 4, 16))
+    explanation = scree.explain("attention", heads, heads, heads)
+    assert explanation.provider == "triton" and "a Hopper kernel" in explanation.note

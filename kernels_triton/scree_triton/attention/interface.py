@@ -17,7 +17,7 @@ from scree.dispatch.operation import KernelUnavailableError
 from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info
-from ..runtime.fallback import falls_back_to, gradients
+from ..runtime.fallback import falls_back_to, gradients, record_replacement
 from .launch_configs import (
     AttentionSpec,
     HeadLayout,
@@ -29,6 +29,7 @@ from .launch_configs import (
     has_sm90_kernels,
     is_tma_addressable,
     is_tma_aligned,
+    replace_by_portable_config,
     usual_tile_sizes,
 )
 from .tile_scheduler import FIELDS, UNBOUNDED, max_tiles, schedule_tiles
@@ -98,6 +99,16 @@ def run(call: Any) -> Any:
     """
     q, k, v = call.q, call.k, call.v
     if not uses_operators(q.values, k.values, v.values):
+        try:
+            return prepare_run(call)(q, k, v, call.alibi_slopes)
+        except KernelUnavailableError as error:
+            values = q.values, k.values, v.values
+            max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
+            rows = VarlenLayout(q.offsets, k.offsets, None, max_seqlen)
+            alibi = call.alibi_slopes is not None
+            if not replace_by_portable_config(*values, rows, _call_spec(call), alibi):
+                raise
+            record_replacement(__name__, {q.dtype}, str(error))
         return prepare_run(call)(q, k, v, call.alibi_slopes)
     out, lse = _traced(
         q.values,

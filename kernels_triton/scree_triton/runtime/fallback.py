@@ -58,7 +58,9 @@ def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Ca
             try:
                 return run(*args)
             except KernelUnavailableError as error:
-                _record(module or standard.__module__, args, str(error))
+                floats = (x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
+                dtypes = {x.dtype for x in floats} or {None}  # None: only offsets or indices
+                record_replacement(module or standard.__module__, dtypes, str(error))
             # Compiled programs expect the strides that the fake function of an operator returns.
             return tree_map_only(torch.Tensor, torch.Tensor.contiguous, standard(*args))
 
@@ -67,10 +69,9 @@ def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Ca
     return decorate
 
 
-def _record(module: str, args: tuple[Any, ...], reason: str) -> None:
-    note = f"gradients and compiled calls run without a kernel: {reason}"
-    floats = (x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
-    dtypes = {x.dtype for x in floats} or {None}  # None: a kernel for offsets or indices
+def record_replacement(module: str, dtypes: set[torch.dtype | None], reason: str) -> None:
+    """Warn once that a kernel of a module does not run for these dtypes, and keep the reason."""
+    note = f"another implementation replaces a kernel: {reason}"
     if any(_UNAVAILABLE.get((module, dtype)) != note for dtype in dtypes):
         warnings.warn(f"{module}: {note}", RuntimeWarning, stacklevel=3)
     _UNAVAILABLE.update({(module, dtype): note for dtype in dtypes})
