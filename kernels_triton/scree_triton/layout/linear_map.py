@@ -107,8 +107,8 @@ def _falling_back(run: Callable[..., Any]) -> Callable[..., Any]:
     return falls_back_to(getattr(standard, run.__name__), module)(run)  # type: ignore[no-any-return]
 
 
-# The functions of the table for gradients of eager code, which are differentiable themselves, and the operators
-# for compiled code.
+# The functions of the table for the gradients of eager code, which are differentiable themselves,
+# and the operators for compiled code.
 _EAGER = SimpleNamespace()
 _OPERATORS = SimpleNamespace()
 
