@@ -1,9 +1,9 @@
 """Standard implementations in place of kernels that do not compile, after a kernel was selected.
 
-If the forward of an eager call raises `KernelUnavailableError`, the dispatch of scree selects another
-kernel. A gradient runs later, and an operator runs in a compiled program or under a dispatch mode.
-Both fall back here: with one warning, and a line in `scree.explain`. A gradient that is
-differentiated again takes the same way, because autograd does not record a kernel.
+If the forward of an eager call raises `KernelUnavailableError`, the dispatch of scree selects
+another kernel. A gradient runs later, and an operator runs in a compiled program or under a dispatch
+mode. Both fall back here, with one warning and a line in `scree.explain`. Gradients that are
+differentiated again use the same implementations, because autograd does not record a kernel.
 """
 
 import threading
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from scree.dispatch.operation import KernelUnavailableError
 
-#: Module of the kernels, and dtype or None -> why one of its kernels does not run.
-_UNAVAILABLE: dict[tuple[str, torch.dtype | None], str] = {}
+#: Module of the kernels, and dtype or None -> why some of its kernels do not run.
+_UNAVAILABLE: dict[tuple[str, torch.dtype | None], list[str]] = {}
 
 
 class _State(threading.local):
@@ -45,9 +45,9 @@ def recorded_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
 def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Callable[..., Any]:
     """Return a decorator for a function that launches kernels.
 
-    `standard` takes the same arguments. It computes the same result without these kernels and runs
-    where one of them does not compile. `module` offers the operations to scree; by default it is the
-    module of `standard`.
+    `standard` takes the same arguments and computes the same result without these kernels. It runs
+    where one of them does not compile. `module` is the module that offers the operations to scree;
+    by default it is the module of `standard`.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,14 +72,18 @@ def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Ca
 def record_replacement(module: str, dtypes: set[torch.dtype | None], reason: str) -> None:
     """Warn once that a kernel of a module does not run for these dtypes, and keep the reason."""
     note = f"another implementation replaces a kernel: {reason}"
-    if any(_UNAVAILABLE.get((module, dtype)) != note for dtype in dtypes):
-        warnings.warn(f"{module}: {note}", RuntimeWarning, stacklevel=3)
-    _UNAVAILABLE.update({(module, dtype): note for dtype in dtypes})
+    notes = [_UNAVAILABLE.setdefault((module, dtype), []) for dtype in dtypes]
+    if all(note in known for known in notes):
+        return
+    for known in notes:
+        known.append(note)
+    warnings.warn(f"{module}: {note}", RuntimeWarning, stacklevel=3)
 
 
 def fallback_note(module: str, dtype: torch.dtype) -> str | None:
     """Return why kernels of a module do not run for arrays of a dtype; None if all run."""
-    return _UNAVAILABLE.get((module, dtype)) or _UNAVAILABLE.get((module, None))
+    notes = [note for key in (dtype, None) for note in _UNAVAILABLE.get((module, key), ())]
+    return "; ".join(dict.fromkeys(notes)) or None
 
 
 @cache
