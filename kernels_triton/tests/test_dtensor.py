@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 import scree
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OFFSETS = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 

@@ -19,6 +19,7 @@ from scree_triton.layout.concat import concat, split
 from scree_triton.layout.linear_map import LINEAR_MAPS
 from scree_triton.runtime import fallback, launch
 
+pytestmark = [] if launch.INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 ROWS = (5, 17, 0, 1, 9)
 DIFFERENTIABLE = [name for name in CALLS if name not in NOT_DIFFERENTIABLE]
