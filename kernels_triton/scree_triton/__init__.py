@@ -68,6 +68,7 @@ def register() -> None:
     for operation, entry in KERNELS.items():
         # Imported now, because the first call may be inside a compiled function.
         _register(operation, entry, import_module(f".{entry.module}", __name__))
+    import_module(".runtime.compile", __name__).support_dtensor()
 
 
 def _interpreted() -> bool:
@@ -80,6 +81,7 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
     from scree import register_kernel
 
     from .runtime.device import rejects_device
+    from .runtime.fallback import fallback_note
 
     function = entry.function or operation
 
@@ -93,10 +95,15 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
             return "the Triton kernels run under no transform of torch.func, such as vmap"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
+    def note(call: Any) -> str | None:
+        # A kernel that is unavailable is worse news than one that is not the fastest.
+        return fallback_note(kernels.__name__, entry.values(call).dtype) or variant_note(call)
+
+    variant_note = getattr(kernels, "note", lambda call: None)
     register_kernel(
         operation,
         provider="triton",
         rejects=rejects,
         prepare=getattr(kernels, f"prepare_{function}", None),
-        note=getattr(kernels, "note", lambda call: None),
+        note=note,
     )(getattr(kernels, function))

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
+from scree.dispatch.operation import KernelUnavailableError
 from scree_triton.runtime import launch as module
 from scree_triton.runtime.launch import (
     Descriptor,
@@ -195,6 +197,24 @@ def test_kernels_that_need_scratch_memory_go_through_the_jit(jit):
     for _ in range(3):
         launch(5, Args(X=X, x_stride=16, count=3))
     assert len(kernel.asked) == 3 and not kernel.launched
+
+
+def test_kernel_that_does_not_compile_is_compiled_once(jit):
+    class Failing(jit):
+        __name__ = "failing_kernel"
+
+        def __getitem__(self, grid):
+            def run(*args, **constants):
+                self.asked.append(grid)
+                raise OutOfResources(300_000, 100_000, "shared memory")
+
+            return run
+
+    launch = launch_of(kernel := Failing())
+    for _ in range(2):
+        with pytest.raises(KernelUnavailableError, match="failing_kernel does not compile"):
+            launch(5, Args(X=X, x_stride=16, count=3))
+    assert len(kernel.asked) == 1
 
 
 def test_an_unknown_launcher_is_not_called(jit, monkeypatch):

@@ -5,22 +5,31 @@ torch.compile or torch.export traces, custom operators run the same launch confi
 """
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
+import scree
+from scree.dispatch.operation import KernelUnavailableError
+
 from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info
+from ..runtime.fallback import falls_back_to, gradients, record_replacement
 from .launch_configs import (
     AttentionSpec,
+    HeadLayout,
+    LaunchConfig,
+    PortableConfig,
     VarlenLayout,
     allows_tf32,
     get_launch_config,
     has_sm90_kernels,
     is_tma_addressable,
     is_tma_aligned,
+    replace_by_portable_config,
     usual_tile_sizes,
 )
 from .tile_scheduler import FIELDS, UNBOUNDED, max_tiles, schedule_tiles
@@ -90,6 +99,16 @@ def run(call: Any) -> Any:
     """
     q, k, v = call.q, call.k, call.v
     if not uses_operators(q.values, k.values, v.values):
+        try:
+            return prepare_run(call)(q, k, v, call.alibi_slopes)
+        except KernelUnavailableError as error:
+            values = q.values, k.values, v.values
+            max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
+            rows = VarlenLayout(q.offsets, k.offsets, None, max_seqlen)
+            alibi = call.alibi_slopes is not None
+            if not replace_by_portable_config(*values, rows, _call_spec(call), alibi):
+                raise
+            record_replacement(__name__, {q.dtype}, str(error))
         return prepare_run(call)(q, k, v, call.alibi_slopes)
     out, lse = _traced(
         q.values,
@@ -119,7 +138,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         config = get_launch_config(*values, layout, spec, alibi)
         total_q, total_k = values[0].shape[0], values[1].shape[0]
         forward = config.prepare_forward(layout, total_q, total_k, spec)
-        backward = config.prepare_backward(layout, total_q, total_k, spec) if needs_grad else None
+        backward = _prepare_backward(config, layout, total_q, total_k, spec) if needs_grad else None
         prepared[key] = forward, backward
         return forward, backward
 
@@ -205,7 +224,7 @@ def attention(
     config = get_launch_config(q, k, v, layout, spec, alibi_slopes is not None)
     forward = config.prepare_forward(layout, q.shape[0], k.shape[0], spec)
     if needs_gradient(q, k, v):
-        backward = config.prepare_backward(layout, q.shape[0], k.shape[0], spec)
+        backward = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
         out, lse = _differentiable_attention(q, k, v, (forward, backward, alibi_slopes, True))
     else:
         out, lse = forward(q, k, v, alibi_slopes)
@@ -223,6 +242,90 @@ def make_spec(
     )
 
 
+def _standard(
+    layout: VarlenLayout,
+    spec: AttentionSpec,
+    slopes: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log-sum-exp (heads, total) by the standard implementation."""
+    max_lengths = (min(layout.max_seqlen, x.shape[0]) for x in (q, k))
+    offsets = layout.cu_seqlens_q, layout.cu_seqlens_k
+    rows, attended = (
+        scree.Array.unchecked(x, cu, 0, n).layout
+        for x, cu, n in zip((q, k), offsets, max_lengths, strict=True)
+    )
+    sides = tuple(None if side >= UNBOUNDED else side for side in spec[:2])
+    out, lse = scree.attention(
+        *(scree.Array.from_layout(x, on) for x, on in ((q, rows), (k, attended), (v, attended))),
+        window=sides,
+        scale=spec.scale,
+        softcap=spec.softcap or None,
+        alibi_slopes=slopes,
+        return_lse=True,
+        kernel="standard",
+    )
+    return out.values, lse.values.t()
+
+
+@lru_cache(1024)
+def _portable_config(
+    device: torch.device,
+    dtype: torch.dtype,
+    layouts: tuple[HeadLayout, ...],
+    spec: AttentionSpec,
+    alibi: bool,
+    tf32: bool,
+) -> PortableConfig:
+    left, right, _, softcap = spec
+    bounded = left < UNBOUNDED, right < UNBOUNDED
+    return PortableConfig(device, dtype, layouts, *bounded, softcap > 0, alibi, tf32)
+
+
+def _portable(
+    config: LaunchConfig, spec: AttentionSpec, slopes: torch.Tensor | None
+) -> PortableConfig:
+    """Return the launch config of the portable kernels; raise if `config` is one itself."""
+    if isinstance(config, PortableConfig):
+        raise KernelUnavailableError("the portable kernels are unavailable")
+    layouts = config.q, config.k, config.v
+    tf32 = allows_tf32(config.dtype)
+    return _portable_config(config.device, config.dtype, layouts, spec, slopes is not None, tf32)
+
+
+def _other_forward(config, layout, spec, q, k, v, slopes):
+    """Return the results of a forward kernel that does not compile, by another implementation."""
+    try:
+        return _portable(config, spec, slopes).forward(q, k, v, slopes, layout, spec)
+    except KernelUnavailableError:
+        return _standard(layout, spec, slopes, q, k, v)
+
+
+def _other_backward(config, layout, spec, q, k, v, slopes, out, lse, dout, dlse):
+    """Return the gradients of backward kernels that do not compile, by another implementation."""
+    arguments = q, k, v, slopes, out, lse, dout, dlse
+    try:
+        return _portable(config, spec, slopes).backward(*arguments, layout, spec)
+    except KernelUnavailableError:
+        grads = tuple(
+            torch.zeros_like(x) if grad is None else grad for x, grad in ((out, dout), (lse, dlse))
+        )
+        return gradients(partial(_standard, layout, spec, slopes), (q, k, v), grads)
+
+
+def _prepare_backward(
+    config: LaunchConfig, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
+) -> Callable[..., Any]:
+    """Return the function of `LaunchConfig.prepare_backward`, which falls back."""
+    # The function can be in the cache of the layout, so it must not hold the cache.
+    rows = layout._replace(cache=None)
+    return falls_back_to(lambda *args: _other_backward(config, rows, spec, *args))(
+        config.prepare_backward(layout, total_q, total_k, spec)
+    )
+
+
 def _record_attention(ctx, q, k, v, constants):
     # The constants are one tuple, because every argument of an autograd function costs time.
     run, ctx.run_back, slopes, return_lse = constants
@@ -236,7 +339,9 @@ def _attention_gradient(ctx, dout, dlse=None):
     return *ctx.run_back(*ctx.saved_tensors, dout, dlse), None
 
 
-_differentiable_attention = differentiable("Attention", _record_attention, _attention_gradient)
+_differentiable_attention = differentiable(
+    "Attention", _record_attention, _attention_gradient, second_derivative="none"
+)
 
 
 def _traced(
@@ -321,9 +426,14 @@ def _forward_operator(
     layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
     layout.cache[layout.query_key(q.shape[0], sizes.forward, spec)] = tiles, None
-    return get_launch_config(q, k, v, layout, spec, slopes is not None).forward(
-        q, k, v, slopes, layout, spec
-    )
+    config = get_launch_config(q, k, v, layout, spec, slopes is not None)
+    rows = layout._replace(max_seqlen=max_length)
+
+    @falls_back_to(lambda *args: _other_forward(config, rows, spec, *args))
+    def run(*args: Any) -> Any:
+        return config.forward(*args, layout, spec)
+
+    return run(q, k, v, slopes)  # type: ignore[no-any-return]
 
 
 def _forward_fake(q, k, v, slopes, cu_q, cu_k, tiles, max_length, left, right, scale, softcap):
@@ -354,9 +464,14 @@ def _backward_operator(
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
     layout.cache[layout.query_key(q.shape[0], sizes.dq, spec)] = query_tiles, None
     layout.cache[layout.key_key(k.shape[0], sizes.dkdv, spec)] = key_tiles, None
-    return get_launch_config(q, k, v, layout, spec, slopes is not None).backward(
-        q, k, v, slopes, out, lse, dout, dlse, layout, spec
-    )
+    config = get_launch_config(q, k, v, layout, spec, slopes is not None)
+    rows = layout._replace(max_seqlen=max_length)
+
+    @falls_back_to(lambda *args: _other_backward(config, rows, spec, *args))
+    def run(*args: Any) -> Any:
+        return config.backward(*args, layout, spec)
+
+    return run(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
 
 
 def _backward_fake(

@@ -147,11 +147,58 @@ def get_launch_config(
     alibi: bool,
 ) -> "LaunchConfig":
     """Return the launch config of a call, from the cache or new."""
+    key = _config_key(q, k, v, layout, spec, alibi)
+    config = CONFIG_CACHE.get(key)
+    if config is None:
+        # Bounds the cache when strides change with the number of tokens.
+        if len(CONFIG_CACHE) >= _MAX_CONFIGS:
+            CONFIG_CACHE.clear()
+        config = select_config(q.device, q.dtype, _head_layouts(q, k, v), *key[9:])
+        if AUTOTUNE and isinstance(config, PortableConfig) and q.shape[0] > 0 and k.shape[0] > 0:
+            if q.is_cuda and torch.cuda.is_current_stream_capturing():
+                return config  # a graph cannot contain measurements; a later call tunes
+            config = config.autotuned(q, k, v, layout, spec)
+        CONFIG_CACHE[key] = config
+    return config
+
+
+def replace_by_portable_config(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: VarlenLayout,
+    spec: AttentionSpec,
+    alibi: bool,
+) -> bool:
+    """Use the portable kernels for calls of this kind; return False if they do so already."""
+    key = _config_key(q, k, v, layout, spec, alibi)
+    if isinstance(CONFIG_CACHE.get(key), PortableConfig):
+        return False
+    has_left, has_right, _, has_softcap, *_ = key[9:]
+    tf32 = allows_tf32(q.dtype)
+    CONFIG_CACHE[key] = PortableConfig(
+        q.device, q.dtype, _head_layouts(q, k, v), has_left, has_right, has_softcap, alibi, tf32
+    )
+    return True
+
+
+def _head_layouts(*arrays: torch.Tensor) -> tuple[HeadLayout, ...]:
+    return tuple(HeadLayout(*x.shape[1:], *x.stride()[:2]) for x in arrays)
+
+
+def _config_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: VarlenLayout,
+    spec: AttentionSpec,
+    alibi: bool,
+) -> tuple:
     window_left, window_right, _, softcap = spec
     total_q, heads, head_dim = q.shape
     total_k, k_heads, head_dim_v = v.shape
     has_tokens = total_q > 0 and total_k > 0
-    key = (
+    return (
         q.device,
         q.dtype,
         heads,
@@ -171,19 +218,6 @@ def get_launch_config(
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
     )
-    config = CONFIG_CACHE.get(key)
-    if config is None:
-        # Bounds the cache when strides change with the number of tokens.
-        if len(CONFIG_CACHE) >= _MAX_CONFIGS:
-            CONFIG_CACHE.clear()
-        heads_of = tuple(HeadLayout(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
-        config = select_config(q.device, q.dtype, heads_of, *key[9:])
-        if AUTOTUNE and isinstance(config, PortableConfig) and has_tokens:
-            if q.is_cuda and torch.cuda.is_current_stream_capturing():
-                return config  # a graph cannot contain measurements; a later call tunes
-            config = config.autotuned(q, k, v, layout, spec)
-        CONFIG_CACHE[key] = config
-    return config
 
 
 def is_tma_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -18,7 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.launch import on_device
+from scree.dispatch.operation import KernelUnavailableError
+
+from ..runtime.fallback import falls_back_to
+from ..runtime.launch import COMPILE_ERRORS, on_device
 
 #: A window side that reaches further than any row.
 UNBOUNDED = 1 << 30
@@ -234,6 +237,41 @@ def max_tiles(total: int, n: int, tile_size: int) -> int:
     return total // tile_size + n + 1
 
 
+#: Why the kernels of the schedule do not compile, where they do not.
+_failures: dict[torch.device, str] = {}
+
+
+def _schedule_by_rows(
+    offsets: torch.Tensor,
+    attended_offsets: torch.Tensor,
+    total: int,
+    tile_size: int,
+    window_left: int,
+    window_right: int,
+) -> torch.Tensor:
+    """Return a schedule in the order of the rows, without kernels."""
+    n, device = offsets.shape[0] - 1, offsets.device
+    ends = torch.cat([offsets[1:].long(), torch.full((1,), total, device=device)])
+    lengths = ends - offsets
+    begins, attended_ends = attended_offsets[:-1].long(), attended_offsets[1:].long()
+    attended_begins, attended_lengths = (
+        torch.nn.functional.pad(x, (0, 1)) for x in (begins, attended_ends - begins)
+    )
+    last_tiles = ((lengths + tile_size - 1) // tile_size).cumsum(0)
+    tile = torch.arange(max_tiles(total, n, tile_size), device=device)
+    row = torch.searchsorted(last_tiles, tile, right=True).clamp(max=n)
+    first_tile = torch.nn.functional.pad(last_tiles, (1, 0))[row]
+    fields = (
+        *(x[row] for x in (offsets, lengths, attended_begins, attended_lengths)),
+        (tile - first_tile) * tile_size,
+    )
+    tiles = torch.zeros((tile.shape[0] + 1, FIELDS), dtype=torch.int32, device=device)
+    tiles[1:, : len(fields)] = torch.stack(fields, 1)
+    tiles[0, 0] = last_tiles[-1]
+    return tiles
+
+
+@falls_back_to(_schedule_by_rows, f"{__package__}.interface")
 def schedule_tiles(
     offsets: torch.Tensor,
     attended_offsets: torch.Tensor,
@@ -269,7 +307,13 @@ def schedule_tiles(
         and the tile's first token within its row.
     """
     arguments = offsets, attended_offsets, total, tile_size, window_left, window_right
-    return on_device(offsets.device.index, _schedule_tiles)(*arguments)  # type: ignore[no-any-return]
+    if offsets.device in _failures:
+        raise KernelUnavailableError(_failures[offsets.device])
+    try:
+        return on_device(offsets.device.index, _schedule_tiles)(*arguments)  # type: ignore[no-any-return]
+    except COMPILE_ERRORS as error:
+        _failures[offsets.device] = f"the tile schedule does not compile: {error}"
+        raise KernelUnavailableError(_failures[offsets.device]) from error
 
 
 def _schedule_tiles(

@@ -16,16 +16,21 @@ There are three pairs of kernels:
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+import scree
+from scree.dispatch.operation import OPERATIONS
+from scree.functions.linear_algebra import GroupedCall
+
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import (
     Descriptor,
     Launch,
@@ -509,6 +514,29 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
     return dw
 
 
+def _standard(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    layout = scree.Array.unchecked(x, offsets, 0, None).layout
+    return _standard_on(layout, x, weight)
+
+
+def _standard_on(layout: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    call = GroupedCall(scree.Array.from_layout(x, layout), weight)
+    return OPERATIONS["grouped_matmul"].run_call(call, "standard").values  # type: ignore[no-any-return]
+
+
+def _standard_weight_gradient(
+    x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    layout = scree.Array.unchecked(x, offsets, 0, None).layout
+    weight = x.new_zeros((offsets.shape[0] - 1, x.shape[1], dy.shape[1]))
+    return gradients(partial(_standard_on, layout, x), (weight,), dy)[0]  # type: ignore[return-value]
+
+
+# For gradients and operators; the dispatch of scree replaces the product of an eager call.
+_product = falls_back_to(_standard)(product)
+_weight_gradient = falls_back_to(_standard_weight_gradient)(weight_gradient)
+
+
 def _record_product(ctx, x, weight, offsets):
     ctx.save_for_backward(x, weight, offsets)
     return product(x, weight, offsets)
@@ -516,15 +544,15 @@ def _record_product(ctx, x, weight, offsets):
 
 def _product_gradient(ctx, dy):
     x, weight, offsets = ctx.saved_tensors
-    dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
-    return dx, weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
+    dx = _product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
+    return dx, _weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
 
 
 _differentiable_product = differentiable("Product", _record_product, _product_gradient)
 
 
 def _run_operator(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return product(x, weight, offsets)
+    return _product(x, weight, offsets)  # type: ignore[no-any-return]
 
 
 def _fake(x, weight, offsets):
@@ -532,7 +560,7 @@ def _fake(x, weight, offsets):
 
 
 def _weight_operator(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return weight_gradient(x, dy, offsets)
+    return _weight_gradient(x, dy, offsets)  # type: ignore[no-any-return]
 
 
 def _weight_fake(x, dy, offsets):

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.autograd import differentiable
+from ..runtime.autograd import differentiable, save_args, saved_args
 from ..runtime.compile import define_operator, uses_operators
+from ..runtime.fallback import falls_back_to
+from . import standard
 from .concat import concat, split
 from .gather import gather, gather_last, scatter_last, scatter_unique, select, select_backward
 from .padding import pad, unpad
@@ -94,97 +96,111 @@ LINEAR_MAPS = {
         lambda dy, shape, *_: dy.new_empty(shape),
     ),
 }
-# The functions of the table for eager code, which are differentiable themselves, and the operators
-# for compiled code.
+
+
+def _falling_back(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` with a fallback, for gradients and operators.
+
+    The dispatch of scree replaces the kernel of an eager call.
+    """
+    module = f"{__package__}.interface"
+    return falls_back_to(getattr(standard, run.__name__), module)(run)  # type: ignore[no-any-return]
+
+
+# The functions of the table for the gradients of eager code, which are differentiable themselves,
+# and the operators for compiled code.
 _EAGER = SimpleNamespace()
 _OPERATORS = SimpleNamespace()
 
 
-def _record_map(ctx, x, name, *args):
+def _record_map(ctx, x, run, name, *args):
     ctx.set_materialize_grads(False)
-    ctx.name, ctx.shape, ctx.args = name, x.shape, args
-    out = LINEAR_MAPS[name].run(x, *args)
+    ctx.name, ctx.shape = name, x.shape
+    save_args(ctx, args)
+    out = run(x, *args)
     if isinstance(out, tuple):
         ctx.mark_non_differentiable(*out[1:])
     return out
 
 
 def _map_gradient(ctx, dy, *_):
-    return (
-        LINEAR_MAPS[ctx.name].gradient(_EAGER, dy, ctx.shape, *ctx.args),
-        None,
-        *(None,) * len(ctx.args),
-    )
+    args = saved_args(ctx)
+    dx = LINEAR_MAPS[ctx.name].gradient(_EAGER, dy, ctx.shape, *args)
+    return dx, *(None,) * (2 + len(args))
 
 
-_differentiable_map = differentiable("Map", _record_map, _map_gradient, twice_differentiable=True)
+_differentiable_map = differentiable("Map", _record_map, _map_gradient, second_derivative="own")
 
 
 def _make_operator(name: str) -> None:
     linear = LINEAR_MAPS[name]
+    run = _falling_back(linear.run)
 
-    def scatter_last(ctx, inputs, output):
+    def save(ctx, inputs, output):
         x, *args = inputs
-        ctx.shape, ctx.rest = (
-            x.shape,
-            [None if isinstance(arg, torch.Tensor) else arg for arg in args],
-        )
-        ctx.tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        ctx.save_for_backward(*(args[i] for i in ctx.tensors))
+        ctx.shape = x.shape
+        save_args(ctx, args)
 
     def differentiate(ctx, dy, *_):
-        args = list(ctx.rest)
-        for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
-            args[i] = tensor
-        return (linear.gradient(_OPERATORS, dy, ctx.shape, *args),)
+        return (linear.gradient(_OPERATORS, dy, ctx.shape, *saved_args(ctx)),)
 
-    operator = define_operator(
-        name, linear.run, linear.empty, save=scatter_last, backward=differentiate
-    )
+    operator = define_operator(name, run, linear.empty, save=save, backward=differentiate)
     setattr(_OPERATORS, name, operator)
-    setattr(_EAGER, name, partial(_eager, name))
+    setattr(_EAGER, name, partial(_eager, run, name))
 
 
-def _eager(name: str, x: torch.Tensor, *args: Any) -> Any:
+def _eager(run: Callable[..., Any], name: str, x: torch.Tensor, *args: Any) -> Any:
     if x.requires_grad and torch.is_grad_enabled():
-        return _differentiable_map(x, name, *args)
-    return LINEAR_MAPS[name].run(x, *args)
+        return _differentiable_map(x, run, name, *args)
+    return run(x, *args)
 
 
 def apply(name: str, x: torch.Tensor, *args: Any) -> Any:
     """Call the linear map of this name."""
-    return getattr(_OPERATORS, name)(x, *args) if uses_operators(x) else _eager(name, x, *args)
+    if uses_operators(x):
+        return getattr(_OPERATORS, name)(x, *args)
+    return _eager(LINEAR_MAPS[name].run, name, x, *args)
 
 
 for _name in LINEAR_MAPS:
     _make_operator(_name)
 
 
-def _record_concat(ctx, offsets, dim, *xs):
-    ctx.offsets, ctx.dim, ctx.totals = offsets, dim, [x.shape[dim] for x in xs]
-    return concat(xs, offsets, dim)
+_concat_or_fall_back, _split_or_fall_back = _falling_back(concat), _falling_back(split)
+
+
+def _record_concat(ctx, run, offsets, dim, *xs):
+    ctx.dim, ctx.totals = dim, [x.shape[dim] for x in xs]
+    save_args(ctx, offsets)
+    return run(xs, offsets, dim)
 
 
 def _concat_gradient(ctx, dy):
-    return None, None, *_differentiable_split(dy, ctx.offsets, ctx.totals, ctx.dim)
+    return None, None, None, *_differentiable_split(dy, saved_args(ctx), ctx.totals, ctx.dim)
 
 
 _differentiable_concat = differentiable(
-    "Concat", _record_concat, _concat_gradient, twice_differentiable=True
+    "Concat", _record_concat, _concat_gradient, second_derivative="own"
 )
 
 
 def _record_split(ctx, dy, offsets, totals, dim):
-    ctx.offsets, ctx.dim = offsets, dim
-    return tuple(split(dy, offsets, totals, dim))
+    ctx.dim = dim
+    save_args(ctx, offsets)
+    return tuple(_split_or_fall_back(dy, offsets, totals, dim))
 
 
 def _split_gradient(ctx, *dxs):
-    return _differentiable_concat(ctx.offsets, ctx.dim, *dxs), None, None, None
+    return (
+        _differentiable_concat(_concat_or_fall_back, saved_args(ctx), ctx.dim, *dxs),
+        None,
+        None,
+        None,
+    )
 
 
 _differentiable_split = differentiable(
-    "Split", _record_split, _split_gradient, twice_differentiable=True
+    "Split", _record_split, _split_gradient, second_derivative="own"
 )
 
 
@@ -207,9 +223,13 @@ def _concat_operator_gradient(ctx, dy):
 
 
 _concat_op = define_operator(
-    "concat", concat, _concat_fake, save=_save_concat, backward=_concat_operator_gradient
+    "concat",
+    _concat_or_fall_back,
+    _concat_fake,
+    save=_save_concat,
+    backward=_concat_operator_gradient,
 )
-_split_op = define_operator("split", split, _split_fake)
+_split_op = define_operator("split", _split_or_fall_back, _split_fake)
 
 
 def concat_rows(xs: list[torch.Tensor], offsets: list[torch.Tensor], dim: int) -> torch.Tensor:
@@ -217,5 +237,5 @@ def concat_rows(xs: list[torch.Tensor], offsets: list[torch.Tensor], dim: int) -
     if uses_operators(*xs):
         return _concat_op(xs, offsets, dim)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        return _differentiable_concat(offsets, dim, *xs)
+        return _differentiable_concat(concat, offsets, dim, *xs)
     return concat(xs, offsets, dim)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.compile import define_operator, uses_operators
+from ..runtime.fallback import falls_back_to
 from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
 # Rows per CTA.
@@ -86,7 +87,11 @@ def _fake(lengths, dtype):
     return lengths.new_empty((lengths.shape[0] + 1,), dtype=dtype)
 
 
-_op = define_operator("offsets", offsets_from_lengths, _fake)
+def _standard(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=dtype), (1, 0))
+
+
+_op = define_operator("offsets", falls_back_to(_standard)(offsets_from_lengths), _fake)
 
 
 def rejects(call: Any) -> str | None:

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import device_info
+from ..runtime.fallback import falls_back_to
 from ..runtime.launch import (
     Launch,
     Number,
@@ -317,14 +318,41 @@ def _mask_indices_fake(mask, total, dtype):
     )
 
 
-mask_indices_op = define_operator("mark", mask_indices, _mask_indices_fake)
+def _standard_mask_indices(
+    mask: torch.Tensor, total: int | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    marked, slots = mask.bool(), mask.numel()
+    total = slots if total is None else total
+    offsets = torch.nn.functional.pad(marked.sum(1).cumsum(0, dtype=dtype), (1, 0))
+    number = torch.arange(slots, device=mask.device)
+    # Tokens come first, in order; slots that hold none sort to the end.
+    found, _ = torch.where(marked.flatten(), number, slots).sort()
+    found = torch.nn.functional.pad(found[:total], (0, max(total - slots, 0)), value=slots)
+    return offsets, found.to(_index_dtype(max(slots, total)))
+
+
+mask_indices_op = define_operator(
+    "mark", falls_back_to(_standard_mask_indices)(mask_indices), _mask_indices_fake
+)
 
 
 def _last_tokens_fake(index, size):
     return index.new_empty((size,), dtype=_index_dtype(index.shape[0]))
 
 
-last_tokens_op = define_operator("last", last_tokens, _last_tokens_fake)
+def _standard_last_tokens(index: torch.Tensor, size: int) -> torch.Tensor:
+    tokens = torch.arange(index.shape[0], device=index.device)
+    places = torch.where((index >= 0) & (index < size), index, size).long()
+    last = torch.full((size + 1,), -1, device=index.device)
+    last.scatter_reduce_(0, places, tokens, "amax")
+    return last[:size].to(_index_dtype(index.shape[0]))
+
+
+last_tokens_op = define_operator(
+    "last",
+    falls_back_to(_standard_last_tokens, f"{__package__}.interface")(last_tokens),
+    _last_tokens_fake,
+)
 
 
 def rejects(call: Any) -> str | None:

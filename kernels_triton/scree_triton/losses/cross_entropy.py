@@ -5,20 +5,24 @@ The module `reductions` reduces the losses.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+import scree
 from scree.ops.cross_entropy import reduce_losses
 
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from .cross_entropy_kernels import rowwise, visit_logits
 from .reductions import (
     SCALAR_REDUCTIONS,
     Targets,
     loss_gradients,
+    on_rows,
     reduce_partial_sums,
     row_means,
     targets_of,
@@ -67,14 +71,42 @@ def _record_cross_entropy(ctx, x, targets, reduction):
     return loss
 
 
+def _standard(targets: Targets, reduction: str, x: torch.Tensor) -> torch.Tensor:
+    tokens, labels = on_rows(targets, x), on_rows(targets, targets.classes)
+    losses = scree.cross_entropy(
+        tokens, labels, ignore_index=targets.ignored, reduction=reduction, kernel="standard"
+    )
+    return losses if isinstance(losses, torch.Tensor) else losses.values  # type: ignore[no-any-return]
+
+
+def _standard_backward(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    stats: torch.Tensor,
+    share: torch.Tensor | None,
+    targets: Targets,
+    reduction: str,
+) -> torch.Tensor:
+    return gradients(partial(_standard, targets, reduction), (x,), dloss)[0]  # type: ignore[return-value]
+
+
+@falls_back_to(_standard_backward)
+def _backward(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    stats: torch.Tensor,
+    share: torch.Tensor | None,
+    targets: Targets,
+    reduction: str,
+) -> torch.Tensor:
+    """Return the gradient of the logits from the gradient of the reduced losses."""
+    return backward(loss_gradients(dloss, targets, reduction), x, stats, targets, share)
+
+
 def _cross_entropy_gradient(ctx, dloss):
     x, stats, share, classes, offsets = ctx.saved_tensors
     targets = Targets(classes, offsets, ctx.ignored)
-    return (
-        backward(loss_gradients(dloss, targets, ctx.reduction), x, stats, targets, share),
-        None,
-        None,
-    )
+    return _backward(dloss, x, stats, share, targets, ctx.reduction), None, None
 
 
 _differentiable_cross_entropy = differentiable(
@@ -82,6 +114,22 @@ _differentiable_cross_entropy = differentiable(
 )
 
 
+def _standard_operator(
+    x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = _standard(Targets(classes, offsets, ignored), "none", x)
+    # The statistics that the backward kernel reads; see `cross_entropy_kernels.SAVE`.
+    maximum = x.amax(1).float()
+    total = torch.exp(x.float() - maximum[:, None]).sum(1)
+    is_class = (classes >= 0) & (classes < x.shape[1])
+    total = torch.where(is_class, total, float("nan"))
+    counted = classes != ignored
+    if offsets is not None:
+        counted &= torch.arange(x.shape[0], device=x.device) < offsets[-1]
+    return losses, torch.stack([maximum, torch.where(counted, total, -1.0)])
+
+
+@falls_back_to(_standard_operator)
 def _run_operator(
     x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +150,7 @@ def _backward_operator(
     offsets: torch.Tensor | None,
     ignored: int,
 ) -> torch.Tensor:
-    return backward(dlosses, x, stats, Targets(classes, offsets, ignored))
+    return _backward(dlosses, x, stats, None, Targets(classes, offsets, ignored), "none")  # type: ignore[no-any-return]
 
 
 def _backward_fake(dlosses, x, stats, classes, offsets, ignored):

@@ -20,8 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+import scree
+
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
+from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
 from . import cross_entropy
 from .cross_entropy_kernels import rowwise, visit_logits
@@ -30,6 +33,7 @@ from .reductions import (
     Targets,
     loss_gradients,
     mean_loss_weight,
+    on_rows,
     reduce_partial_sums,
     row_means,
     targets_of,
@@ -333,26 +337,59 @@ def _record_fused(ctx, x, weight, bias, targets, reduction):
     return losses
 
 
+def _standard(
+    targets: Targets,
+    reduction: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    tokens, labels = on_rows(targets, x), on_rows(targets, targets.classes)
+    options = dict(ignore_index=targets.ignored, reduction=reduction, kernel="standard")
+    losses = scree.linear_cross_entropy(tokens, weight, labels, bias, **options)
+    return losses if isinstance(losses, torch.Tensor) else losses.values
+
+
+def _standard_gradients(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: Targets,
+    reduction: str,
+    needed: NeededGradients,
+) -> Gradients:
+    results = gradients(partial(_standard, targets, reduction), (x, weight, bias), dloss)
+    return tuple(g if is_needed else None for g, is_needed in zip(results, needed))  # type: ignore[return-value]
+
+
+@falls_back_to(_standard_gradients)
+def _gradients(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: Targets,
+    reduction: str,
+    needed: NeededGradients,
+) -> Gradients:
+    """Return the needed gradients from the gradient of the reduced losses."""
+    dlosses = loss_gradients(dloss, targets, reduction)
+    return fused(x, weight, bias, targets, reduction, needed, dlosses)[1]
+
+
 def _fused_gradient(ctx, dloss):
     x, weight, bias, classes, offsets = ctx.saved_tensors
     # The first backward pass returns the gradients of the forward pass; a second one recomputes them.
-    gradients, ctx.gradients = ctx.gradients, None
-    if gradients is None:
+    results, ctx.gradients = ctx.gradients, None
+    if results is None or torch.is_grad_enabled():  # a second derivative needs their graph
         targets, needed = (
             Targets(classes, offsets, ctx.ignored),
             NeededGradients(*ctx.needs_input_grad[:3]),
         )
-        gradients = fused(
-            x,
-            weight,
-            bias,
-            targets,
-            ctx.reduction,
-            needed,
-            loss_gradients(dloss, targets, ctx.reduction),
-        )[1]
+        results = _gradients(dloss, x, weight, bias, targets, ctx.reduction, needed)
         dloss = None
-    return *(_scale_gradient(g, dloss, x.dtype) for g in gradients), None, None
+    return *(_scale_gradient(g, dloss, x.dtype) for g in results), None, None
 
 
 _differentiable_fused = differentiable("Fused", _record_fused, _fused_gradient)
@@ -363,6 +400,15 @@ def _computes_gradients_early(x: torch.Tensor, reduction: str) -> bool:
     return reduction in SCALAR_REDUCTIONS and x.dtype != torch.float16
 
 
+def _scale_standard(
+    gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    if gradient is None or factor is None:
+        return None if gradient is None else gradient.to(dtype)
+    return (gradient.float() * factor).to(dtype)
+
+
+@falls_back_to(_scale_standard)
 def _scale_gradient(
     gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
@@ -389,6 +435,26 @@ def _or_empty(
     return tuple(like.new_empty((0,)) if g is None else g.to(like.dtype) for g in gradients)
 
 
+def _standard_operator(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ignored: int,
+    reduction: str,
+    early: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    targets, needed = Targets(classes, offsets, ignored), NeededGradients(*early)
+    losses = _standard(targets, reduction, x, weight, bias)
+    results: Gradients = (None, None, None)
+    if any(early):
+        one = torch.ones_like(losses)
+        results = _standard_gradients(one, x, weight, bias, targets, reduction, needed)
+    return losses, *_or_empty(results, x)
+
+
+@falls_back_to(_standard_operator)
 def _fused_operator(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -433,12 +499,7 @@ def _fused_backward_operator(
     is_needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, needed = Targets(classes, offsets, ignored), NeededGradients(*is_needed)
-    return _or_empty(
-        fused(
-            x, weight, bias, targets, reduction, needed, loss_gradients(dloss, targets, reduction)
-        )[1],
-        x,
-    )
+    return _or_empty(_gradients(dloss, x, weight, bias, targets, reduction, needed), x)
 
 
 def _fused_backward_fake(dloss, x, weight, bias, classes, offsets, ignored, reduction, is_needed):

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+import scree
+
 from ..runtime.device import device_info
 from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
@@ -42,6 +44,11 @@ class Targets(NamedTuple):
 def targets_of(call: Any) -> Targets:
     offsets = None if call.tokens is call.values else call.tokens.offsets.contiguous()
     return Targets(call.labels.contiguous(), offsets, call.ignore_index)
+
+
+def on_rows(targets: Targets, x: torch.Tensor) -> Any:
+    """Return x, (total, ...), on the rows of the targets; x itself if they have none."""
+    return x if targets.offsets is None else scree.Array.unchecked(x, targets.offsets, 0, None)
 
 
 @triton.jit

@@ -18,9 +18,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+import scree
+
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import device_info, unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import (
     Launch,
     Number,
@@ -570,6 +573,53 @@ def as_token_matrix(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, x.stride(0)
 
 
+def _standard(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centre: bool,
+) -> list[torch.Tensor]:
+    options = dict(residual=residual, eps=eps, kernel="standard")
+    if centre:
+        out = scree.layer_norm(x, weight, bias, **options)
+    else:
+        out = scree.rms_norm(x, weight, **options)
+    return [out] if residual is None else [*out]
+
+
+def _standard_backward(
+    config: _LaunchConfig,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    needs_dweight: bool,
+    needs_dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def run(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
+        return _standard(x, None, weight, bias, config.numbers[1], config.centre)[0]
+
+    # The gradients do not depend on the bias.
+    bias = x.new_zeros(x.shape[-1:], dtype=config.dtypes[3]) if needs_dbias else None
+    dx, dweight, dbias = gradients(run, (x, weight, bias), dy)
+    return dx if dsum is None else dx + dsum, dweight if needs_dweight else None, dbias
+
+
+@falls_back_to(_standard_backward)
+def _backward(
+    config: _LaunchConfig,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    needs_dweight: bool,
+    needs_dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    return config.backward(x, weight, dy, dsum, needs_dweight, needs_dbias)  # type: ignore[no-any-return]
+
+
 def _record_norm(ctx, x, residual, weight, bias, config):
     y, total = config.forward(x, residual, weight, bias)
     ctx.save_for_backward(total, weight)
@@ -583,13 +633,14 @@ def _norm_gradient(ctx, dy, dsum=None):
     if dy is None:
         return dsum, dsum, None, None, None
     total, weight = ctx.saved_tensors
-    dx, dw, db = ctx.config.backward(total, weight, dy, dsum, needs_dweight, needs_dbias)
+    dx, dw, db = _backward(ctx.config, total, weight, dy, dsum, needs_dweight, needs_dbias)
     return dx, dx if needs_dresidual else None, dw, db, None
 
 
 _differentiable_norm = differentiable("Norm", _record_norm, _norm_gradient)
 
 
+@falls_back_to(_standard)
 def _run_operator(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -620,7 +671,7 @@ def _backward_operator(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     none = x.new_empty((0,))
     config = _launch_config(x, dsum, weight, bias, eps, centre)
-    dx, dw, db = config.backward(x, weight, dy, dsum, needs_dweight, needs_dbias)
+    dx, dw, db = _backward(config, x, weight, dy, dsum, needs_dweight, needs_dbias)
     return dx, none if dw is None else dw, none.clone() if db is None else db
 
 

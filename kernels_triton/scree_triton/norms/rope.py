@@ -14,10 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+import scree
+
 from ..layout.offsets import row_of
-from ..runtime.autograd import differentiable
+from ..runtime.autograd import differentiable, save_args, saved_args
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import (
     Launch,
     Number,
@@ -448,6 +451,25 @@ class _LaunchConfig:
 _launch_config = lru_cache(1024)(_LaunchConfig)
 
 
+def _standard(
+    q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, sign: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layout = scree.Array.unchecked(q, rotation.offsets, 0, None).layout
+    theta = rotation.base ** (-q.shape[-1] / 2)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = scree.Array.from_layout(x, layout)
+        options = dict(theta=theta, interleaved=rotation.interleaved, start=rotation.start)
+        return scree.rope(x, **options, kernel="standard").values  # type: ignore[no-any-return]
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        # The gradient of a rotation is the inverse rotation, wherever it is computed.
+        return run(x) if sign > 0 else gradients(run, (torch.zeros_like(x),), x)[0]
+
+    return rotate(q), None if k is None else rotate(k)
+
+
+@falls_back_to(_standard)
 def rotate(
     q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, sign: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -469,16 +491,17 @@ def _as_heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
 
 
 def _record_rope(ctx, q, k, rotation, config):
-    ctx.rotation = rotation
+    save_args(ctx, rotation)
     ctx.set_materialize_grads(False)
     q, k = config.rotate(q, k, rotation, 1)
     return q if k is None else (q, k)
 
 
 def _rope_gradient(ctx, dq, dk=None):
+    rotation = Rotation(*saved_args(ctx))
     if dq is None:
-        return None, None if dk is None else rotate(dk, None, ctx.rotation, -1)[0], None, None
-    return *rotate(dq, dk, ctx.rotation, -1), None, None
+        return None, None if dk is None else rotate(dk, None, rotation, -1)[0], None, None
+    return *rotate(dq, dk, rotation, -1), None, None
 
 
 _differentiable_rope = differentiable("Rope", _record_rope, _rope_gradient)

@@ -10,9 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+import scree
+
 from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import (
     Launch,
     Number,
@@ -141,6 +144,11 @@ def forward(x: torch.Tensor) -> torch.Tensor:
     return _launch_config(x.device, x.dtype, None, x.shape).run(x)
 
 
+def _standard(x: torch.Tensor) -> torch.Tensor:
+    return scree.swiglu(x, kernel="standard")  # type: ignore[no-any-return]
+
+
+@falls_back_to(lambda x, dy: gradients(_standard, (x,), dy)[0])
 def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """Return the gradient of x (..., 2 D) from dy (..., D)."""
     return _launch_config(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
@@ -158,6 +166,7 @@ def _swiglu_gradient(ctx, dy):
 _differentiable_swiglu = differentiable("Swiglu", _record_swiglu, _swiglu_gradient)
 
 
+@falls_back_to(_standard)
 def _run_operator(x: torch.Tensor) -> torch.Tensor:
     return forward(x)
 

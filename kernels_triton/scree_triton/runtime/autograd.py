@@ -2,10 +2,12 @@
 made.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
+
+from .fallback import recorded_gradients
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -15,6 +17,34 @@ def needs_gradient(*tensors: torch.Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+_SAVED = object()  # in place of a tensor that autograd keeps
+
+
+def save_args(ctx: Any, args: Sequence[Any]) -> None:
+    """Keep arguments for the backward pass.
+
+    Autograd keeps the tensors, and raises if one of them was changed in place. It cannot keep
+    tensors of `torch.inference_mode`; `ctx` keeps those.
+    """
+    tensors, ctx.args = [], []
+    for x in args:
+        if isinstance(x, torch.Tensor) and not x.is_inference():
+            tensors.append(x)
+            x = _SAVED
+        ctx.args.append(x)
+    ctx.has_saved = bool(tensors)
+    if tensors:
+        ctx.save_for_backward(*tensors)
+
+
+def saved_args(ctx: Any) -> list[Any]:
+    """Return the arguments that `save_args` kept."""
+    if not ctx.has_saved:
+        return ctx.args  # type: ignore[no-any-return]
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if x is _SAVED else x for x in ctx.args]
 
 
 class _Function(torch.autograd.Function):
@@ -29,14 +59,22 @@ class _Function(torch.autograd.Function):
         return (super().apply if torch._C._are_functorch_transforms_active() else cls._short)(*args)
 
 
-def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backward` as `torch.autograd.function.once_differentiable`, at a cost only where it
-    matters.
+def _backward_by_grad_mode(
+    backward: Callable[..., Any], second_derivative: str
+) -> Callable[..., Any]:
+    """Return `backward` with another function for ``create_graph=True``, which enables gradients.
 
-    PyTorch's decorator is slow; `create_graph=True` is the only case that needs it.
+    Without it, no wrapper costs host time.
     """
-    refusing = torch.autograd.function.once_differentiable(backward)
-    return lambda ctx, *grads: (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+    if second_derivative == "standard":
+        differentiable_backward = recorded_gradients(backward)
+    else:
+        differentiable_backward = torch.autograd.function.once_differentiable(backward)
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        return (differentiable_backward if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
 
 
 def differentiable(
@@ -44,7 +82,7 @@ def differentiable(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
     *,
-    twice_differentiable: bool = False,
+    second_derivative: Literal["own", "standard", "none"] = "standard",
 ) -> Callable[..., Any]:
     """Return `forward` as a function that autograd records.
 
@@ -57,12 +95,12 @@ def differentiable(
         calls ``ctx.set_materialize_grads(False)`` if `backward` accepts None as a gradient.
     backward
         ``backward(ctx, *grads)`` returns the gradient of every argument.
-    twice_differentiable
-        Whether `backward` is itself made of functions that autograd records. Otherwise a second
-        derivative raises.
+    second_derivative
+        "own" if `backward` is itself made of functions that autograd records. "standard" if all its
+        kernels fall back (`falls_back_to`): then the standard implementations compute a gradient
+        that is differentiated again. With "none" a second derivative raises.
     """
-    methods = dict(
-        forward=staticmethod(forward),
-        backward=staticmethod(backward if twice_differentiable else _once_differentiable(backward)),
-    )
+    if second_derivative != "own":
+        backward = _backward_by_grad_mode(backward, second_derivative)
+    methods = dict(forward=staticmethod(forward), backward=staticmethod(backward))
     return type(name, (_Function,), methods).apply  # type: ignore[attr-defined, no-any-return]

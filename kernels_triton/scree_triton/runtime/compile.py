@@ -5,6 +5,7 @@ registered in one place.
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -94,6 +95,17 @@ def register_lowerings() -> None:
     _lowered = len(OPERATORS)
 
 
+def support_dtensor() -> None:
+    """Register the sharding strategies of the operators, if the program has loaded DTensor."""
+    if "torch.distributed.tensor" in sys.modules:
+        from .sharding import register_shardings
+
+        # DTensor's interface for strategies is private. Without it, DTensor itself raises for the
+        # operators, and programs without DTensor still run.
+        with suppress(ImportError, AttributeError):
+            register_shardings(OPERATORS)
+
+
 def uses_operators(*tensors: torch.Tensor | None) -> bool:
     """Return whether a call must go through the operators instead of launching kernels directly.
 
@@ -102,4 +114,7 @@ def uses_operators(*tensors: torch.Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    return not all(x is None or type(x) in _PLAIN_TYPES for x in tensors)
+    is_plain = all(x is None or type(x) in _PLAIN_TYPES for x in tensors)
+    if not is_plain:
+        support_dtensor()
+    return not is_plain

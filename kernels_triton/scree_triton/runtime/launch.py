@@ -45,6 +45,8 @@ from .device import (
     device_info,
 )
 
+#: Errors of a kernel that does not compile or does not fit on the device.
+COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError)
 _LIMIT = 1 << 31  # numbers from here on need 64 bits, hence another variant
 _MAX_ENCODED = 4096  # entries of a cache of descriptors
 _address = torch.Tensor.data_ptr
@@ -306,6 +308,7 @@ class Launch:
     __slots__ = (
         "constants",
         "encoded",
+        "failures",
         "index",
         "kernel",
         "metadata",
@@ -333,6 +336,7 @@ class Launch:
         self.values = tuple(constants.values())
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
+        self.failures: dict[int | tuple[int, ...], str] = {}  # why a variant does not compile
 
     def __call__(self, programs: int, args: Any) -> None:
         """Launch on the current stream of the current device, which must hold the tensors.
@@ -368,17 +372,20 @@ class Launch:
             # A number beyond 32 bits, for which the JIT below has another variant.
             except OverflowError:
                 pass
+        if kind in self.failures:
+            raise KernelUnavailableError(self.failures[kind])
         strides = specialized[len(pointers) :]
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         try:
             compiled = self.kernel[(programs,)](
                 *typed, *pointers, *strides, *numbers, **self.constants, **self.options
             )
-        except (CompilationError, OutOfResources, PTXASError) as error:
-            raise KernelUnavailableError(
+        except COMPILE_ERRORS as error:
+            self.failures[kind] = (
                 f"{self.kernel.__name__} does not compile for "
                 f"{device_info(pointers[0].device)}: {type(error).__name__}: {error}"
-            ) from error
+            )
+            raise KernelUnavailableError(self.failures[kind]) from error
         if (
             max(0, *strides, *numbers) < _LIMIT
             and TRITON_VERSION in _SUPPORTED_VERSIONS

@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 
+from scree.dispatch.operation import OPERATIONS
+from scree.ops.segment import SegmentCall
+
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
+from ..runtime.fallback import falls_back_to
 from . import merge_path
-from .interface import Rows, launch_config, over_rows, rows_of, too_wide
+from .interface import Rows, launch_config, layout_of, over_rows, rows_of, too_wide
 
 # A value and its position share a 64-bit search key, so values have at most 32 bits.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32)
@@ -19,6 +23,14 @@ def _argmax_rows(x: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
     return over_rows(x.detach().contiguous(), rows, _SEARCHES[op], dtype=rows.offsets.dtype)
 
 
+def _standard(
+    x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str
+) -> torch.Tensor:
+    call = SegmentCall(op, x, layout_of(x, Rows(offsets, max_length)), x.dtype)
+    return OPERATIONS["segment_arg"].run_call(call, "standard")  # type: ignore[no-any-return]
+
+
+@falls_back_to(_standard)
 def _arg_operator(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str
 ) -> torch.Tensor:

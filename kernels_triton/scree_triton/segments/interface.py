@@ -15,9 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+import scree
+from scree.layout import Layout
+from scree.ops.segment import segment_reduce as standard_reduce
+
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import FLOATS, device_info, unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import (
     Launch,
     bind_args,
@@ -494,6 +499,25 @@ def _launch(
     return Launch(kernel, dict(constants), dict(options), args=args)
 
 
+def _standard(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
+    return standard_reduce(op, x, layout_of(x, rows), "standard", dtype)  # type: ignore[no-any-return]
+
+
+def _standard_gradient(
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rows: Rows,
+    op: str,
+) -> torch.Tensor:
+    x = dout.new_zeros(shape, dtype=dtype) if x is None else x
+    rows = rows._replace(layout=layout_of(x, rows))
+    return gradients(lambda x: _standard(x, rows, op, dout.dtype), (x,), dout)[0]  # type: ignore[return-value]
+
+
+@falls_back_to(_standard_gradient)
 def _gradient(
     dout: torch.Tensor,
     x: torch.Tensor | None,
@@ -539,6 +563,9 @@ def _reduce_gradient(ctx, dout):
 _differentiable_reduce = differentiable("Reduce", _record_reduce, _reduce_gradient)
 
 
+@falls_back_to(
+    lambda x, offsets, max_length, op, dtype: _standard(x, Rows(offsets, max_length), op, dtype)
+)
 def _reduce_operator(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -630,6 +657,11 @@ def too_wide(x: torch.Tensor) -> str | None:
         if width > _MAX_TOKEN_ELEMENTS
         else None
     )
+
+
+def layout_of(x: torch.Tensor, rows: Rows) -> Layout:
+    """Return the layout of x, (total, ...), on these rows."""
+    return rows.layout or scree.Array.unchecked(x, rows.offsets, 0, rows.max_length).layout
 
 
 def rows_of(layout: Any) -> Rows:

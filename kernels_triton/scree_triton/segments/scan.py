@@ -5,12 +5,33 @@ from typing import Any
 
 import torch
 
+from scree.dispatch.operation import OPERATIONS
+from scree.ops.segment import SegmentCall
+
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
+from ..runtime.fallback import falls_back_to, gradients
 from . import interface, merge_path
-from .interface import OPS, Rows, launch_config, over_rows, rows_of
+from .interface import OPS, Rows, launch_config, layout_of, over_rows, rows_of
 
 
+def _standard(
+    x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, reverse: bool
+) -> torch.Tensor:
+    layout = layout_of(x, rows)
+
+    def run(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        call = SegmentCall(op, x, layout, dtype)
+        return OPERATIONS["segment_scan"].run_call(call, "standard")  # type: ignore[no-any-return]
+
+    if not reverse:
+        return run(x, dtype)
+    # A sum from the end of each row is the gradient of a sum from its start.
+    zeros = x.new_zeros(x.shape, dtype=dtype)
+    return gradients(lambda zeros: run(zeros, x.dtype), (zeros,), x)[0]  # type: ignore[return-value]
+
+
+@falls_back_to(_standard)
 def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, reverse: bool) -> torch.Tensor:
     return over_rows(
         x.contiguous(),

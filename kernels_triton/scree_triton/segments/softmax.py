@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+import scree
+from scree.ops.segment import segment_reduce
+
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
+from ..runtime.fallback import falls_back_to, gradients
 from . import merge_path
-from .interface import Rows, launch_config, over_rows, rows_of, too_wide
+from .interface import Rows, launch_config, layout_of, over_rows, rows_of, too_wide
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,6 +47,24 @@ def _launch_config(x: torch.Tensor, rows: Rows, kind: str) -> Any:
     return launch_config(x, rows, *_PASSES[kind].forward, dtype=x.dtype)
 
 
+def _standard(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
+    out = getattr(scree, kind)(scree.Array.from_layout(x, layout_of(x, rows)), kernel="standard")
+    return out if kind == "logsumexp" else out.values  # type: ignore[no-any-return]
+
+
+def _standard_backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
+    x = y if y.dtype == torch.float64 else y.float()
+    rows = rows._replace(layout=layout_of(x, rows))
+    if kind == "softmax":
+        weighted = x * dy
+        sums = segment_reduce("sum", weighted, rows.layout, "standard")
+        return (weighted - x * rows.layout.per_token(sums)).to(y.dtype)
+    # For log-softmax, y itself is an x with the result y.
+    (dx,) = gradients(lambda x: _standard(x, rows, kind), (x,), dy.to(x.dtype))
+    return dx.to(y.dtype)
+
+
+@falls_back_to(_standard_backward)
 def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
     """Return the gradient of x; y is the result, or x for logsumexp."""
     dy = dy.contiguous()
@@ -64,6 +86,7 @@ def _softmax_gradient(ctx, dy):
 _differentiable_softmax = differentiable("Softmax", _record_softmax, _softmax_gradient)
 
 
+@falls_back_to(lambda x, offsets, max_length, kind: _standard(x, Rows(offsets, max_length), kind))
 def _softmax_operator(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str
 ) -> torch.Tensor:
