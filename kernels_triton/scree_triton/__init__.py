@@ -28,6 +28,7 @@ class KernelEntry:
 
 #: The kernel of each operation.
 KERNELS: dict[str, KernelEntry] = {
+    "append_paged": KernelEntry("attention.append_paged", lambda call: call.k.values),
     "attention": KernelEntry("attention.interface", lambda call: call.q.values, "run"),
     "cross_entropy": KernelEntry("losses.cross_entropy", lambda call: call.values),
     "gather": KernelEntry("layout.interface", lambda call: call.values, "gather"),

@@ -40,30 +40,29 @@ _ELEMENTS_PER_WARP = 1024
 
 
 @triton.jit
-def _angles(
-    OFFSETS,
-    START,
-    n,
-    bisections,
-    sign,
-    BASE: tl.constexpr,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_START: tl.constexpr,
+def _positions(
+    OFFSETS, START, n, bisections, HALF: tl.constexpr, TOKENS: tl.constexpr, HAS_START: tl.constexpr
 ):
-    """Return cos and sin (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a
-    CTA.
+    """Return the positions (TOKENS * HALF,) of the tokens of a CTA in their rows."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS * HALF) // HALF
+    row = row_of(OFFSETS, token, n - 1, bisections)  # tokens after the last row get the last row
+    position = token - tl.load(OFFSETS + row)
+    if HAS_START:
+        position += tl.load(START + row)
+    return position
+
+
+@triton.jit
+def angles(position, sign, BASE: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr):
+    """Return cos and sin (TOKENS, 1, HALF) of ``sign * position * BASE**pair``.
+
+    `position` has the shape (TOKENS * HALF,).
 
     An angle is an integer in units of 2**-64 turns, so whole turns overflow. The remainder of an
     angle of thousands of turns is therefore as exact as float32, at little cost. The polynomials
     are from the Cephes library.
     """
-    element = tl.arange(0, TOKENS * HALF)
-    token, pair = tl.program_id(0).to(tl.int64) * TOKENS + element // HALF, element % HALF
-    row = row_of(OFFSETS, token, n - 1, bisections)  # tokens after the last row get the last row
-    position = token - tl.load(OFFSETS + row)
-    if HAS_START:
-        position += tl.load(START + row)
+    pair = tl.arange(0, TOKENS * HALF) % HALF
     rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)  # turns per position
     for bit in tl.static_range(9):
         if 1 << bit < HALF:
@@ -125,7 +124,7 @@ def _element_offsets(
 
 
 @triton.jit
-def _load_pairs(
+def load_pairs(
     X,
     tokens,
     total,
@@ -152,7 +151,7 @@ def _load_pairs(
 
 
 @triton.jit
-def _rotate_and_store(
+def rotate_and_store(
     OUT,
     a,
     b,
@@ -162,6 +161,8 @@ def _rotate_and_store(
     total,
     first_head,
     heads: tl.constexpr,
+    stride,
+    head_stride,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -170,7 +171,7 @@ def _rotate_and_store(
 ):
     """Rotate the loaded elements by angles (TOKENS, 1, HALF), and store them."""
     offsets, mask = _element_offsets(
-        tokens, total, first_head, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED
+        tokens, total, first_head, heads, stride, head_stride, DIM, HALF, HEADS, INTERLEAVED
     )
     if INTERLEAVED:
         a, b = tl.split(tl.reshape(a, [TOKENS, HEADS, HALF, 2]))
@@ -206,14 +207,29 @@ def _rotate_heads(
     INTERLEAVED: tl.constexpr,
 ):
     """Rotate all heads of some tokens; the first HEADS are loaded already."""
-    _rotate_and_store(
-        OUT, a, b, cos, sin, tokens, total, 0, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED
+    rotate_and_store(
+        OUT,
+        a,
+        b,
+        cos,
+        sin,
+        tokens,
+        total,
+        0,
+        heads,
+        heads * DIM,
+        DIM,
+        DIM,
+        HALF,
+        HEADS,
+        TOKENS,
+        INTERLEAVED,
     )
     for first_head in range(HEADS, heads, HEADS):
-        a, b = _load_pairs(
+        a, b = load_pairs(
             X, tokens, total, first_head, heads, stride, head_stride, DIM, HALF, HEADS, INTERLEAVED
         )
-        _rotate_and_store(
+        rotate_and_store(
             OUT,
             a,
             b,
@@ -223,6 +239,8 @@ def _rotate_heads(
             total,
             first_head,
             heads,
+            heads * DIM,
+            DIM,
             DIM,
             HALF,
             HEADS,
@@ -263,14 +281,15 @@ def rope_kernel(
     """
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     # Loaded before the angles are computed, to hide the latency of memory.
-    a, b = _load_pairs(
+    a, b = load_pairs(
         Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED
     )
     if K_HEADS:
-        c, d = _load_pairs(
+        c, d = load_pairs(
             K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED
         )
-    cos, sin = _angles(OFFSETS, START, n, bisections, sign, BASE, HALF, TOKENS, HAS_START)
+    position = _positions(OFFSETS, START, n, bisections, HALF, TOKENS, HAS_START)
+    cos, sin = angles(position, sign, BASE, HALF, TOKENS)
     _rotate_heads(
         Q,
         Q_OUT,

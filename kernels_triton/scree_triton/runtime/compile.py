@@ -26,6 +26,7 @@ def define_operator(
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
+    mutates: tuple[str, ...] = (),
 ) -> Any:
     """Register an operator that compilers and dispatch modes see as one call.
 
@@ -46,8 +47,10 @@ def define_operator(
     flops
         ``flops(*args)`` returns the number of floating-point operations of a call for
         `torch.utils.flop_counter.FlopCounterMode`. None if the operator has no matrix product.
+    mutates
+        Names of the arguments that `forward` writes in place.
     """
-    operator = torch.library.custom_op(f"scree_triton::{name}", forward, mutates_args=())
+    operator = torch.library.custom_op(f"scree_triton::{name}", forward, mutates_args=mutates)
 
     @wraps(fake)
     def fake_and_lower(*args: Any) -> Any:

@@ -1,0 +1,361 @@
+"""New tokens written to a paged cache, and their rotation, in one launch."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..norms.rope import angles, load_pairs, rotate_and_store
+from ..runtime.autograd import needs_gradient
+from ..runtime.compile import define_operator, uses_operators
+from ..runtime.device import unsupported_dtype
+from ..runtime.launch import Launch, Number, Pointer, Stride, empty, launch_args, on_device
+
+#: Rows whose offsets a CTA reads at a time; few sizes, as each compiles a kernel.
+_ROWS_AT_A_TIME = (16, 64, 256, 1024)
+#: Elements of a token, summed over its heads, that fit the registers of a CTA.
+_MAX_ELEMENTS = 1 << 15
+_ELEMENTS_PER_WARP = 1024
+
+
+@triton.jit
+def _copy_token(
+    X,
+    OUT,
+    stride,
+    out_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copy the heads of one token."""
+    head = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
+    element = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < HEADS) & (element < DIM)
+    x = tl.load(X + head * stride + element, mask=mask)
+    tl.store(OUT + head * out_stride + element, x, mask=mask)
+
+
+@triton.jit
+def _rotate_token(
+    X,
+    OUT,
+    cos,
+    sin,
+    stride,
+    out_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotate the heads of one token."""
+    first = tl.zeros([1], tl.int64)
+    a, b = load_pairs(X, first, 1, 0, HEADS, 0, stride, DIM, HALF, BLOCK_H, INTERLEAVED)
+    rotate_and_store(
+        OUT, a, b, cos, sin, first, 1, 0, HEADS, 0, out_stride, DIM, HALF, BLOCK_H, 1, INTERLEAVED
+    )
+
+
+@triton.jit(do_not_specialize=("n", "table_width"))
+def append_paged_kernel(
+    K_PAGES,
+    V_PAGES,
+    K,
+    V,
+    Q,
+    Q_OUT,
+    PAGES,
+    PAGE_OFFSETS,
+    KV_LENGTHS,
+    OFFSETS,
+    stride_kp,
+    stride_ks,
+    stride_kh,
+    stride_vp,
+    stride_vs,
+    stride_vh,
+    stride_kt,
+    stride_kth,
+    stride_vt,
+    stride_vth,
+    stride_qt,
+    stride_qh,
+    n,
+    table_width,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    BASE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write one token of K and V, (total, HEADS, DIM) and (total, HEADS, DIM_V), to its page.
+
+    With BASE > 0 the keys, and the Q_HEADS heads of Q, are rotated by the position of the token in
+    the cache.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row = n * 0
+    for start in range(0, n, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        end = tl.load(OFFSETS + rows + 1, mask=rows < n, other=0)
+        row += tl.sum(((end <= token) & (rows < n)).to(tl.int32))
+    if row < n:
+        position = tl.load(KV_LENGTHS + row) - (tl.load(OFFSETS + row + 1) - token)
+        if IS_RAGGED:
+            PAGES += tl.load(PAGE_OFFSETS + row).to(tl.int64)
+        else:
+            PAGES += row.to(tl.int64) * table_width
+        page = tl.load(PAGES + position // PAGE_SIZE).to(tl.int64)
+        place = (position % PAGE_SIZE).to(tl.int64)
+        K_PAGES += page * stride_kp + place * stride_ks
+        V_PAGES += page * stride_vp + place * stride_vs
+        _copy_token(
+            V + token * stride_vt, V_PAGES, stride_vth, stride_vh, HEADS, DIM_V, BLOCK_H, BLOCK_DV
+        )
+        K += token * stride_kt
+        if BASE > 0:
+            HALF: tl.constexpr = BLOCK_D // 2
+            cos, sin = angles(position + tl.zeros([HALF], tl.int64), 1, BASE, HALF, 1)
+            _rotate_token(
+                K, K_PAGES, cos, sin, stride_kth, stride_kh, HEADS, DIM, HALF, BLOCK_H, INTERLEAVED
+            )
+            if Q_HEADS > 0:
+                Q_OUT += token * (Q_HEADS * DIM)
+                _rotate_token(
+                    Q + token * stride_qt, Q_OUT, cos, sin, stride_qh, DIM, Q_HEADS, DIM, HALF,
+                    BLOCK_Q, INTERLEAVED,
+                )  # fmt: skip
+        else:
+            _copy_token(K, K_PAGES, stride_kth, stride_kh, HEADS, DIM, BLOCK_H, BLOCK_D)
+
+
+@launch_args
+class AppendArgs:
+    """Arguments of `append_paged_kernel`."""
+
+    K_PAGES: Pointer
+    V_PAGES: Pointer
+    K: Pointer
+    V: Pointer
+    Q: Pointer
+    Q_OUT: Pointer
+    PAGES: Pointer
+    PAGE_OFFSETS: Pointer
+    KV_LENGTHS: Pointer
+    OFFSETS: Pointer
+    stride_kp: Stride
+    stride_ks: Stride
+    stride_kh: Stride
+    stride_vp: Stride
+    stride_vs: Stride
+    stride_vh: Stride
+    stride_kt: Stride
+    stride_kth: Stride
+    stride_vt: Stride
+    stride_vth: Stride
+    stride_qt: Stride
+    stride_qh: Stride
+    n: Number
+    table_width: Number
+
+
+class _Shape(NamedTuple):
+    """What determines a kernel."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    heads: int
+    dim: int
+    dim_v: int
+    q_heads: int
+    page_size: int
+    is_table_ragged: bool
+    base: float
+    interleaved: bool
+    rows_at_a_time: int
+
+
+@cache
+def _launch(shape: _Shape) -> Launch:
+    block_h, block_d, block_dv, block_q = (
+        triton.next_power_of_2(max(size, 1))
+        for size in (shape.heads, shape.dim, shape.dim_v, shape.q_heads)
+    )
+    elements = max(block_h * max(block_d, block_dv), block_q * block_d)
+    return Launch(
+        append_paged_kernel,
+        dict(
+            HEADS=shape.heads,
+            DIM=shape.dim,
+            DIM_V=shape.dim_v,
+            Q_HEADS=shape.q_heads,
+            BLOCK_H=block_h,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            BLOCK_Q=block_q,
+            PAGE_SIZE=shape.page_size,
+            IS_RAGGED=shape.is_table_ragged,
+            BASE=shape.base,
+            INTERLEAVED=shape.interleaved,
+            ROWS=shape.rows_at_a_time,
+        ),
+        dict(num_warps=min(max(triton.next_power_of_2(elements // _ELEMENTS_PER_WARP), 1), 8)),
+        args=AppendArgs,
+    )
+
+
+def _append(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_offsets: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    offsets: torch.Tensor,
+    base: float,
+    interleaved: bool,
+) -> torch.Tensor | None:
+    """Write k and v to the pages; return the rotated q, or None without q."""
+    n, total, page_size = offsets.shape[0] - 1, k.shape[0], k_pages.shape[1]
+    q_out = None if q is None else empty(q.device.type)(tuple(q.shape), _packed(q), q.dtype)
+    if not (n and total):
+        return q_out
+    is_ragged = page_offsets is not None
+    shape = _Shape(
+        k.device,
+        (k.dtype, pages.dtype, kv_lengths.dtype, offsets.dtype),
+        *k.shape[1:],
+        v.shape[2],
+        0 if q is None else q.shape[1],
+        page_size,
+        is_ragged,
+        base,
+        interleaved,
+        next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
+    )
+    stride_kp, stride_ks, stride_kh, _ = k_pages.stride()
+    stride_vp, stride_vs, stride_vh, _ = v_pages.stride()
+    stride_kt, stride_kth, _ = k.stride()
+    stride_vt, stride_vth, _ = v.stride()
+    stride_qt, stride_qh = (0, 0) if q is None else q.stride()[:2]
+    args = AppendArgs(
+        K_PAGES=k_pages,
+        V_PAGES=v_pages,
+        K=k,
+        V=v,
+        Q=k if q is None else q,
+        Q_OUT=k if q_out is None else q_out,
+        PAGES=pages,
+        PAGE_OFFSETS=pages if page_offsets is None else page_offsets,
+        KV_LENGTHS=kv_lengths,
+        OFFSETS=offsets,
+        stride_kp=stride_kp,
+        stride_ks=stride_ks,
+        stride_kh=stride_kh,
+        stride_vp=stride_vp,
+        stride_vs=stride_vs,
+        stride_vh=stride_vh,
+        stride_kt=stride_kt,
+        stride_kth=stride_kth,
+        stride_vt=stride_vt,
+        stride_vth=stride_vth,
+        stride_qt=stride_qt,
+        stride_qh=stride_qh,
+        n=n,
+        table_width=0 if is_ragged else pages.stride(0),
+    )
+    on_device(k.device.index, _launch(shape))(total, args)
+    return q_out
+
+
+def _packed(x: torch.Tensor) -> tuple[int, int, int]:
+    _, heads, dim = x.shape
+    return heads * dim, dim, 1
+
+
+def rejects(call: Any) -> str | None:
+    """Return why the kernel does not support an `AppendPagedCall`; None if it does."""
+    k, v, q = call.k.values, call.v.values, None if call.q is None else call.q.values
+    if reason := unsupported_dtype(k):
+        return reason
+    arrays = [x for x in (call.k_pages, call.v_pages, k, v, q) if x is not None]
+    if any(x.stride(-1) != 1 for x in arrays):
+        return "the Triton kernels need the last axis of caches, k, v and q to be contiguous"
+    if call.rope is not None and k.shape[2] % 2:
+        return f"the Triton kernels rotate an even head_dim, not {k.shape[2]}"
+    if q is not None and (q.dtype != k.dtype or q.shape[2] != k.shape[2]):
+        return "the Triton kernels rotate q and k of one dtype and one head_dim"
+    sizes = (triton.next_power_of_2(x.shape[-2] * x.shape[-1]) for x in arrays)
+    if max(sizes) > _MAX_ELEMENTS:
+        return f"the Triton kernels take up to {_MAX_ELEMENTS} elements per token"
+    if needs_gradient(*arrays):
+        return "the Triton kernels compute no gradients of writes to a cache"
+    return None
+
+
+def append_paged(call: Any) -> tuple[Any, ...]:
+    """Compute an `AppendPagedCall`."""
+    k, q, table = call.k, call.q, call.page_table
+    options = call.rope or {}
+    base = 0.0
+    if call.rope is not None:
+        base = float(options.get("theta", 10000.0)) ** (-2 / k.values.shape[-1])
+    arguments = (
+        call.k_pages,
+        call.v_pages,
+        k.values,
+        call.v.values,
+        None if q is None else q.values,
+        table.values.contiguous(),
+        table.offsets.contiguous(),
+        call.kv_lengths.contiguous(),
+        k.offsets.contiguous(),
+        base,
+        bool(options.get("interleaved", False)),
+    )
+    if uses_operators(*arguments[:9]):
+        out = _op(*arguments)
+    else:
+        out = _append(*arguments)
+    caches = call.k_pages, call.v_pages
+    return caches if q is None else (*caches, q.with_values(out))
+
+
+def _run_operator(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_offsets: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    offsets: torch.Tensor,
+    base: float,
+    interleaved: bool,
+) -> torch.Tensor:
+    arguments = k_pages, v_pages, k, v, q, pages, page_offsets, kv_lengths, offsets
+    out = _append(*arguments, base, interleaved)
+    return k.new_empty(0) if out is None else out
+
+
+def _fake(k_pages, v_pages, k, v, q, *arguments):
+    return k.new_empty((0,) if q is None else q.shape)
+
+
+_op = define_operator("append_paged", _run_operator, _fake, mutates=("k_pages", "v_pages"))
