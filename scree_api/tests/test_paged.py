@@ -400,7 +400,7 @@ def test_decode_kernel_of_calls_it_does_not_take_says_why(name: str, kernel: str
     arguments = [to(name, x) for x in (q, *rest)]
     for options, why in (
         ({"causal": False, "softcap": 2.0}, "no softcap and no ALiBi"),
-        ({"causal": False, "window": 3}, "no window"),
+        ({"causal": False, "window": (3, None)}, "no window"),
         ({"causal": False, "k_scale": 2.0}, "no k_scale and no v_scale"),
     ):
         with pytest.raises(ValueError, match=f"kernel='{kernel}' rejects this call: .*{why}"):
