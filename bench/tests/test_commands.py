@@ -206,8 +206,24 @@ def counts_what_links_carry(result: Result) -> None:
         )
 
 
+def attends_to_every_page(result: Result) -> None:
+    kinds = {"decode", "skew", "mixed", "append", "shared", "random"} | (
+        {"fp8"} if TORCH else set()
+    )
+    assert {row.case["kind"] for row in result.rows} == kinds
+    for row in result.rows:
+        if row.case["kind"] != "append":
+            assert row.values["relative_error"] < 16 * 2**-23, (row.case, row.who)
+        if row.case["kind"] == "decode":
+            # Keys and values of 2 heads of size 16, in float32.
+            assert row.values["call_rate"] * row.values["call_s"] == pytest.approx(
+                row.case["tokens"] * 2 * 2 * 16 * 4, rel=ROUNDED
+            )
+
+
 #: Subcommand -> what must hold of its results.
 CHECKS = {
+    "decode": (attends_to_every_page,),
     "memory": (saves_what_was_published,),
     "algorithms": (peaks_are_those_of_the_estimates,),
     "precision": (accumulates_as_known, sums_half_precision_wide),

@@ -336,3 +336,102 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPagePool = Pool.TestCase
+
+
+DECODE_KERNELS = [
+    ("numpy", "matmul"),
+    pytest.param("torch", "sdpa", marks=pytest.mark.needs("torch")),
+]
+#: Several parts, one part, no token, no query, one token.
+DECODE_LENGTHS, DECODE_QUERIES = [700, 3, 0, 300, 1], [1, 1, 1, 0, 1]
+
+
+def decode_arguments(page_size: int, dim: int = 8) -> tuple[Any, ...]:
+    """Return q, caches with NaN in the places without a token, the page table and lengths."""
+    rng, counts = np.random.default_rng(5), [-(-n // page_size) for n in DECODE_LENGTHS]
+    pages = rng.permutation(sum(counts) + 2)[: sum(counts)].astype(np.int32)
+    caches = [np.full((sum(counts) + 2, page_size, 2, dim), np.nan, np.float32) for _ in "kv"]
+    table = np.full((len(counts), max(counts) + 1), -1, np.int32)
+    for row, (count, length) in enumerate(zip(counts, DECODE_LENGTHS, strict=True)):
+        table[row, :count] = pages[sum(counts[:row]) :][:count]
+        for cache in caches:
+            for t in range(length):
+                slot = table[row, t // page_size], t % page_size
+                cache[slot] = rng.standard_normal((2, dim)).astype(np.float32)
+    q = scree.from_lengths(
+        rng.standard_normal((sum(DECODE_QUERIES), 4, dim)).astype(np.float32), DECODE_QUERIES
+    )
+    return q, *caches, table, np.asarray(DECODE_LENGTHS, np.int32)
+
+
+@pytest.mark.parametrize(("name", "kernel"), DECODE_KERNELS)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 512])
+def test_decode_kernel_equals_a_loop_over_heads(name: str, kernel: str, page_size: int) -> None:
+    q, k_pages, v_pages, table, lengths = decode_arguments(page_size)
+    arguments = [to(name, x) for x in (q, k_pages, v_pages, table, lengths)]
+    # A causal call refuses a query in a row without tokens.
+    options = {"scale": 0.3, "causal": False}
+    out, lse = scree.paged_attention(*arguments, **options, return_lse=True, kernel=kernel)
+    alone = scree.paged_attention(*arguments, **options)
+    assert scree.explain("paged_attention", *arguments, **options).provider == kernel
+    np.testing.assert_array_equal(np.asarray(alone.values), np.asarray(out.values))
+    query = 0
+    for row, length in enumerate(DECODE_LENGTHS):
+        if not DECODE_QUERIES[row]:
+            continue
+        slots = [(table[row, t // page_size], t % page_size) for t in range(length)]
+        for head in range(4):
+            k, v = (
+                np.asarray([x[slot][head // 2] for slot in slots], float).reshape(-1, 8)
+                for x in (k_pages, v_pages)
+            )
+            weights = np.exp(0.3 * (k @ q.values[query, head].astype(float)))
+            expected = weights @ v / weights.sum() if length else np.zeros(8)
+            got = np.asarray(out.values[query, head])
+            np.testing.assert_allclose(got, expected, atol=2e-6)
+            log = np.log(weights.sum()) if length else -np.inf
+            np.testing.assert_allclose(float(lse.values[query, head]), log, rtol=1e-5)
+        query += 1
+
+
+@pytest.mark.parametrize(("name", "kernel"), DECODE_KERNELS)
+def test_decode_kernel_of_calls_it_does_not_take_says_why(name: str, kernel: str) -> None:
+    q, *rest = decode_arguments(16)
+    arguments = [to(name, x) for x in (q, *rest)]
+    for options, why in (
+        ({"causal": False, "softcap": 2.0}, "no softcap and no ALiBi"),
+        ({"causal": False, "window": (3, None)}, "no window"),
+        ({"causal": False, "k_scale": 2.0}, "no k_scale and no v_scale"),
+    ):
+        with pytest.raises(ValueError, match=f"kernel='{kernel}' rejects this call: .*{why}"):
+            scree.paged_attention(*arguments, **options, kernel=kernel)
+    many = to(name, make_queries([2, 3, 0, 1, 1]))
+    with pytest.raises(ValueError, match="at most one query per row"):
+        scree.paged_attention(many, *arguments[1:], kernel=kernel)
+
+
+@pytest.mark.needs("torch")
+def test_decode_with_gradients_of_queries_takes_the_standard_path() -> None:
+    q, *rest = (to("torch", x) for x in decode_arguments(16))
+    q.values.requires_grad_()
+    arguments = q, *rest
+    assert scree.explain("paged_attention", *arguments, causal=False).provider == "standard"
+    scree.paged_attention(*arguments, causal=False).values.sum().backward()
+    assert float(abs(q.values.grad).sum()) > 0
+
+
+def test_decode_on_numpy_copies_a_few_pages_at_a_time() -> None:
+    import tracemalloc
+
+    shape = (4096, 16, 2, 32)  # 16.8 MB per cache
+    k_pages, v_pages = (np.ones(shape, np.float32) for _ in "kv")
+    table = np.arange(4096, dtype=np.int32).reshape(2, -1)
+    q = scree.from_lengths(np.ones((2, 2, 32), np.float32), [1, 1])
+    lengths = np.full(2, 2048 * 16, np.int32)
+    scree.paged_attention(q, k_pages, v_pages, table, lengths)
+    tracemalloc.start()
+    scree.paged_attention(q, k_pages, v_pages, table, lengths)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # Two buffers of 4 MiB, scores and page numbers.
+    assert peak < 12e6

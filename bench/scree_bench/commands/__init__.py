@@ -5,6 +5,7 @@ MEASURING = (
     "memory",
     "throughput",
     "attention",
+    "decode",
     "algorithms",
     "norms",
     "kernels",

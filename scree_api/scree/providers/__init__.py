@@ -13,8 +13,8 @@ from ..dispatch.registry import load_plugins, loading_library
 MODULES = {
     "jax": ("jax", "jax_attention", "jax_cross_entropy"),
     "mlx": ("mlx",),
-    "numpy": ("numpy",),
-    "torch": ("torch", "torch_attention", "torch_cross_entropy"),
+    "numpy": ("numpy", "numpy_paged_attention"),
+    "torch": ("torch", "torch_attention", "torch_cross_entropy", "torch_paged_attention"),
 }
 
 

@@ -1,0 +1,151 @@
+"""The arrays and calls of `scree-bench decode`, against a float64 loop and stand-ins of peers."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from scree_bench import caches
+from scree_bench.caches import Batch, make_cache
+from scree_bench.commands import decode
+from scree_bench.libraries import load
+from scree_bench.results import Result, Row
+
+LENGTHS = (5, 1, 12, 8)
+
+
+def cache_of(library="numpy", **options):
+    sizes = {"page_size": 4, "heads": 4, "kv_heads": 2, "dim": 8, "seed": 3}
+    return make_cache(load(library), Batch("case", LENGTHS, **(sizes | options)), "float32")
+
+
+def attend(q, k, v):
+    """Attention of the last tokens of a row, one head and one query at a time."""
+    out, first = np.zeros(q.shape), len(k) - len(q)
+    for i in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            keys, values = (x[: first + i + 1, head * k.shape[1] // q.shape[1]] for x in (k, v))
+            weights = np.exp(keys.astype(float) @ q[i, head] / q.shape[2] ** 0.5)
+            out[i, head] = weights @ values / weights.sum()
+    return out
+
+
+def row_of(cache, i):
+    """The keys and values of a row, token by token."""
+    size, start = cache.batch.page_size, int(cache.batch.page_counts[:i].sum())
+    slots = [(cache.pages[start + t // size], t % size) for t in range(cache.batch.lengths[i])]
+    return (
+        np.asarray([np.asarray(x[slot]) for slot in slots]) for x in (cache.k_pages, cache.v_pages)
+    )
+
+
+@pytest.mark.parametrize("queries", [(), (3, 1, 5, 8)])
+def test_reference_of_a_batch_is_the_loop_over_heads(queries):
+    cache = cache_of(queries=queries)
+    parts = np.split(cache.q.values, np.cumsum(cache.batch.query_counts)[:-1])
+    expected = np.concatenate([attend(q, *row_of(cache, i)) for i, q in enumerate(parts)])
+    np.testing.assert_allclose(caches.reference(cache), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("make", [caches.scree_paged, caches.scree_contiguous, caches.padded_sdpa])
+@pytest.mark.parametrize(
+    "library", ["numpy", pytest.param("torch", marks=pytest.mark.needs("torch"))]
+)
+def test_attention_of_every_contender_equals_the_reference(make, library):
+    cache = cache_of(library)
+    expected = caches.reference(cache)
+    assert caches.relative_error(cache, make(cache)(), expected) < 1e-6
+    # The comparison notices one wrong number.
+    wrong = make(cache)() + 0
+    wrong[-1] = 7
+    assert caches.relative_error(cache, wrong, expected) > 1e-2
+
+
+def test_select_and_share_keep_the_rows_that_they_name():
+    cache = cache_of(queries=(1, 1, 3, 1))
+    part = cache.select(slice(1, 3))
+    assert part.batch.lengths == (1, 12) and part.batch.query_counts == (1, 3)
+    for i in range(2):
+        for expected, rows in zip(row_of(cache, i + 1), row_of(part, i), strict=True):
+            np.testing.assert_array_equal(expected, rows)
+    np.testing.assert_array_equal(part.q.values, cache.q.values[1:5])
+    shared = make_cache(load("numpy"), Batch("case", (9, 10), 4, (), 2, 2, 8), "float32").share(2)
+    assert shared.block_table[0, :2].tolist() == shared.block_table[1, :2].tolist()
+    assert shared.block_table[0, 2] != shared.block_table[1, 2]
+
+
+@pytest.mark.parametrize("make", [caches.scree_append, caches.indexed_append])
+def test_append_writes_the_last_token_of_each_row(make):
+    cache = cache_of()
+    before = cache.k_pages.copy()
+    make(cache)()
+    k, v = caches.new_tokens(cache)
+    for i, length in enumerate(LENGTHS):
+        keys, values = row_of(cache, i)
+        np.testing.assert_array_equal(keys[-1], k.values[i])
+        np.testing.assert_array_equal(values[-1], v.values[i])
+        assert len(keys) == length
+    assert (cache.k_pages != before).any(axis=(2, 3)).sum() == len(LENGTHS)
+
+
+class Wrapper:
+    """FlashInfer's wrapper, in NumPy and by the meaning of its arguments."""
+
+    def __init__(self, workspace, layout, use_tensor_cores):
+        assert layout == "NHD" and use_tensor_cores
+
+    def plan(self, indptr, pages, last, heads, kv_heads, dim, page_size, **dtypes):
+        self.table = [np.asarray(x) for x in (indptr, pages, last)]
+        assert (heads, kv_heads, dim, page_size) == (4, 2, 8, 4) and len(dtypes) == 2
+
+    def run(self, q, pages):
+        indptr, numbers, last = self.table
+        outs = []
+        for i in range(len(last)):
+            used = numbers[indptr[i] : indptr[i + 1]]
+            length = (len(used) - 1) * 4 + last[i]
+            k, v = (np.asarray(x)[used].reshape(-1, 2, 8)[:length] for x in pages)
+            outs.append(attend(np.asarray(q)[i : i + 1], k, v))
+        return np.concatenate(outs)
+
+
+def with_kvcache(q, k, v, cache_seqlens, causal):
+    """`flash_attn_with_kvcache` in NumPy."""
+    rows = zip(*(np.asarray(x) for x in (q, k, v, cache_seqlens)), strict=True)
+    return np.stack([attend(q, k[:n], v[:n]) for q, k, v, n in rows])
+
+
+def varlen(q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, page_table, causal):
+    """`flash_attn_varlen_func` with a block table in NumPy, which returns a log-sum-exp too."""
+    assert max_seqlen_q == 1 and np.asarray(cu_seqlens_q).tolist() == [0, 1, 2, 3, 4]
+    table = np.asarray(page_table)
+    k, v = (np.asarray(x)[table].reshape(len(table), -1, 2, 8) for x in (k, v))
+    return with_kvcache(np.asarray(q)[:, None], k, v, seqused_k, causal), None
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", list(decode.PEERS))
+def test_peer_gets_the_page_table_in_its_form(name, monkeypatch):
+    module, make = decode.PEERS[name]
+    stand_in = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=Wrapper,
+        flash_attn_with_kvcache=with_kvcache,
+        flash_attn_varlen_func=varlen,
+    )
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setattr(caches.FlashInfer, "_workspace", None)
+    cache = cache_of("torch")
+    out = cache.lib.make(np.asarray(make(cache)()), "float64")
+    assert caches.relative_error(cache, out, caches.reference(cache)) < 1e-6
+
+
+def test_ratios_of_random_shapes_name_the_worst():
+    rows = [
+        Row({"kind": "random", "case": f"shape {i}", "backend": "torch"}, who, values={"call_s": x})
+        for i, (ours, theirs) in enumerate([(1.0, 2.0), (3.0, 2.0), (2.0, 2.0)])
+        for who, x in (("scree", ours), ("FA4", theirs))
+    ]
+    table = decode.tables(Result("decode", {}, {}, {}, "", rows))[-1]
+    (line,) = table.lines
+    assert line == ["torch", "FA4", "1.00", "0.50", "**1.50**", "shape 1", "2 of 3"]
