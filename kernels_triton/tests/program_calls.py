@@ -69,6 +69,26 @@ def _grouped(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tenso
     return (x @ weight.expand(len(x), WIDTH, WIDTH)).values
 
 
+def _cache(x: Any) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """Return the tokens as pages of one token, their page table and the numbers of tokens."""
+    pages = x.values.detach().reshape(-1, 1, HEADS, DIM)
+    numbers = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
+    return pages, x.with_values(numbers), torch.diff(x.offsets)
+
+
+def _paged_attention(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    (pages, table, lengths), q = _cache(x), _heads(x.with_values(x.values.detach()))
+    xp = scree.namespace(x)
+    return xp.ragged.paged_attention(q, pages, pages, table, lengths, window=90).values
+
+
+def _append_paged(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    (pages, table, lengths), k = _cache(x), _heads(x.with_values(x.values.detach()))
+    caches, xp = (torch.zeros_like(pages), torch.zeros_like(pages)), scree.namespace(x)
+    k_pages, v_pages, q = xp.ragged.append_paged(*caches, k, k, table, lengths, q=k, rope={})
+    return k_pages + v_pages + q.values[:, None]
+
+
 def _of(function: Callable[[Any, Any], Any]) -> Callable[..., torch.Tensor]:
     """Return the dense result of ``function(xp, x)``."""
 
@@ -106,8 +126,10 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "argmax": _of(lambda xp, x: xp.argmax(x, axis=1)),
+    "paged_attention": _paged_attention,
+    "append_paged": _append_paged,
 }
-NOT_DIFFERENTIABLE = ("argmax",)
+NOT_DIFFERENTIABLE = ("argmax", "paged_attention", "append_paged")
 #: Calls whose result has a size that depends on the offsets.
 READS_OFFSETS = ("tail_slice",)
 

@@ -32,6 +32,7 @@ from .launch_configs import (
     replace_by_portable_config,
     usual_tile_sizes,
 )
+from .paged import is_decoding, prepare_decoding
 from .tile_scheduler import FIELDS, UNBOUNDED, max_tiles, schedule_tiles
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -126,6 +127,8 @@ def run(call: Any) -> Any:
 def prepare_run(call: Any) -> Callable[..., Any]:
     """Return a function that runs calls with the same metadata as this one."""
     spec, alibi, return_lse = _call_spec(call), call.alibi_slopes is not None, call.return_lse
+    if is_decoding(call):
+        return prepare_decoding(call, spec)
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
     # Alignment and precision setting -> functions that run forward and backward.
     prepared: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}

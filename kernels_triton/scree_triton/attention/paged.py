@@ -20,7 +20,7 @@ from ..runtime.launch import (
     launch_args,
     on_device,
 )
-from .launch_configs import allows_tf32
+from .launch_configs import AttentionSpec, allows_tf32
 from .paged_kernels import combine_kernel, decode_kernel, prefill_kernel
 from .tile_scheduler import UNBOUNDED
 
@@ -68,6 +68,20 @@ _PREFILL_TILES = {
     (4, 256): _Tile(16, 8, 2),
 }
 _PREFILL_ROWS = 128
+#: Shared memory for queries and for products that warps exchange.
+_OTHER_MEMORY = 16 << 10
+
+
+def _fit(tile: _Tile, bytes_per_key: int, shared_memory: int) -> _Tile:
+    """Return the tile with as many stages, and then columns, as the shared memory has room for."""
+    while tile.columns * bytes_per_key * (tile.num_stages - 1) + _OTHER_MEMORY > shared_memory > 0:
+        if tile.num_stages > 2:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        elif tile.columns > 16:
+            tile = tile._replace(columns=tile.columns // 2)
+        else:
+            break
+    return tile
 
 
 @launch_args
@@ -213,7 +227,13 @@ class _LaunchConfig:
         self.rows = max(self.rows, _MIN_ROWS // heads_per_cta)
         self.has_prefill = used > self.rows
         self.used = min(used, self.rows)
-        decode, prefill = _DECODE_TILES[key], _PREFILL_TILES[key]
+        bytes_per_key = (block_d + block_dv) * shape.cache_dtype.itemsize
+        decode = _fit(_DECODE_TILES[key], bytes_per_key, device.shared_memory)
+        prefill = _fit(
+            _PREFILL_TILES[key],
+            bytes_per_key,
+            device.shared_memory - _PREFILL_ROWS * block_d * shape.dtype.itemsize * 2,
+        )
         block_n = max(1, decode.columns // heads_per_cta)
         per_sm = device.sm_count * decode.ctas_per_sm
         self.slots = max(1, per_sm * heads_per_cta // shape.kv_heads)
@@ -409,9 +429,10 @@ def _select(
     n: int,
     spec: Spec,
 ) -> _LaunchConfig:
-    """Return the launch config of a call."""
+    """Return the launch config of a call; k and v without an axis of pages are contiguous rows."""
     _, heads, head_dim = q.shape
-    _, page_size, kv_heads, head_dim_v = v.shape
+    *_, kv_heads, head_dim_v = v.shape
+    page_size = v.shape[1] if v.ndim == 4 else 0
     shape = _Shape(
         q.device,
         q.dtype,
@@ -477,6 +498,48 @@ def paged_attention(call: Any) -> Any:
         out, lse = _run_operator(*arguments, q.layout.max_length_bound, *spec)
     result = q.with_values(out)
     return (result, q.with_values(lse)) if call.return_lse else result
+
+
+def is_decoding(call: Any) -> bool:
+    """Return whether the decode kernel is the faster one for an `AttentionCall`.
+
+    That is so for a few known queries per row, on keys of other rows, without gradients.
+    """
+    q, k, v = call.q.values, call.k.values, call.v.values
+    rows = call.q.layout.max_length_bound * (q.shape[1] // max(k.shape[1], 1))
+    return (
+        call.k.layout is not call.q.layout
+        and rows <= _MIN_ROWS
+        and rows < call.k.layout.max_length_bound
+        and not any(x.requires_grad for x in (q, k, v))
+    )
+
+
+def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
+    """Return a function that runs calls of `attention` with the metadata of one that `is_decoding`.
+
+    The keys are a cache without pages, one row after the other.
+    """
+    return_lse, n, max_length = call.return_lse, call.q.batch_size, call.q.layout.max_length_bound
+    has_slopes = call.alibi_slopes is not None
+    options = Spec(*spec, value_scale=1.0, split_size=0, return_lse=return_lse)
+    prepared: dict[bool, Callable[..., Any]] = {}
+
+    def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
+        arrays, offsets = (q.values, k.values, v.values), q.offsets
+        is_tf32 = allows_tf32(arrays[0].dtype)
+        if is_tf32 not in prepared:
+            config = _select(*arrays, True, has_slopes, False, max_length, n, options)
+            prepared[is_tf32] = config.prepare(*arrays, offsets, True, n)
+        slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
+        k_offsets = k.offsets.contiguous()
+        out, lse = prepared[is_tf32](
+            *arrays, offsets, None, k_offsets, offsets.contiguous(), slopes, None, None
+        )
+        out = q.from_layout(out, q.layout)
+        return out if lse is None else (out, q.from_layout(lse, q.layout))
+
+    return attend
 
 
 def prepare_paged_attention(call: Any) -> Callable[..., Any]:

@@ -1,0 +1,239 @@
+"""Kernels of paged caches compared with loops over rows and heads in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+import scree
+from scree_triton.attention import paged
+from scree_triton.runtime.device import INTERPRETED, device_info
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float16, torch.float32] + ([] if INTERPRETED else [torch.bfloat16])
+TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5}
+
+#: Name -> queries and keys per row, heads, key heads, head_dim, value_dim, page size, options.
+CASES = {
+    "decoding": ((1, 1, 1), (5, 200, 70), 4, 2, 16, 16, 16, {}),
+    "empty rows": ((1, 0, 1), (0, 200, 70), 4, 2, 16, 16, 4, {"causal": False}),
+    "grouped heads and odd widths": ((1,) * 4, (300, 2, 1, 1), 6, 2, 24, 40, 16, {}),
+    "decoding and prefill": ((1, 7, 200, 1), (300, 7, 264, 9), 4, 2, 16, 16, 32, {}),
+    "pages of one token": ((3, 2), (90, 20), 4, 4, 16, 16, 1, {}),
+    "pages of 24 tokens": ((1, 2), (90, 20), 4, 4, 16, 16, 24, {}),
+    "window": ((1, 7, 30), (300, 7, 64), 4, 2, 16, 16, 16, {"window": 20, "softcap": 5.0}),
+    "window of decoding": ((1, 1), (300, 64), 4, 2, 16, 16, 16, {"window": 20}),
+    "not causal": ((1, 30), (300, 64), 4, 2, 16, 16, 64, {"causal": False}),
+    "slopes": ((1, 30), (300, 64), 4, 2, 16, 16, 64, {"alibi_slopes": (0.1, 0.2, 0.3, 0.4)}),
+    "parts": ((1, 1, 3), (300, 70, 64), 4, 2, 16, 16, 16, {"split_size": 64}),
+    "window in parts": ((1, 30), (300, 64), 4, 2, 16, 16, 16, {"split_size": 128, "window": 90}),
+    "scales": ((1, 30), (90, 64), 4, 2, 16, 16, 16, {"k_scale": (0.5, 2.0), "v_scale": 3.0}),
+    "one key head": ((40, 33), (300, 70), 32, 1, 32, 16, 8, {}),
+    "some rows": ((1,) * 40, tuple(range(1, 41)), 4, 2, 16, 16, 16, {}),
+}  # fmt: skip
+
+
+def draw(*shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def make_cache(kv_lengths, page_size, heads, widths, dtype, spare=2):
+    """Return caches, a ragged page table in random order, and the lengths; NaN in unused places."""
+    counts = [-(-n // page_size) for n in kv_lengths]
+    numbers = np.random.default_rng(0).permutation(sum(counts) + spare)[: sum(counts)]
+    table = scree.from_lengths(torch.tensor(numbers.astype(np.int32), device=DEVICE), counts)
+    pages = [torch.full((sum(counts) + spare, page_size, heads, w), np.nan) for w in widths]
+    rows = [[] for _ in widths]
+    for row, n in zip(np.split(numbers, np.cumsum(counts))[:-1], kv_lengths):
+        for i, width in enumerate(widths):
+            tokens = draw(n, heads, width, dtype=dtype, seed=n + i).cpu()
+            rows[i].append(tokens.double().numpy())
+            for j in range(n):
+                pages[i][row[j // page_size], j % page_size] = tokens[j].float()
+    lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=DEVICE)
+    return [x.to(DEVICE, dtype) for x in pages], table, lengths, rows
+
+
+def expected(queries, keys, values, *, causal=True, window=None, softcap=None, alibi_slopes=None,
+             k_scale=1.0, v_scale=1.0, split_size=None):  # fmt: skip
+    """Return output and log-sum-exp of one row, (q, heads, width) and (q, heads)."""
+    count, heads, dim = queries.shape
+    length, kv_heads, width = values.shape
+    out, lse = np.zeros((count, heads, width)), np.full((count, heads), -np.inf)
+    for i in range(count):
+        position = length - count + i
+        last = position + 1 if causal else length
+        first = max(position + 1 - window, 0) if window else 0
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            factor = np.broadcast_to(k_scale, kv_heads)[g] * dim**-0.5
+            scores = keys[first:last, g] @ queries[i, h] * factor
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                scores = scores - alibi_slopes[h] * np.abs(position - np.arange(first, last))
+            if scores.size:
+                weights = np.exp(scores - scores.max())
+                out[i, h] = weights @ values[first:last, g] / weights.sum()
+                out[i, h] *= np.broadcast_to(v_scale, kv_heads)[g]
+                lse[i, h] = scores.max() + np.log(weights.sum())
+    return out, lse
+
+
+def check(got, queries, keys, values, dtype, options):
+    out, lse = (x.values.double().cpu().numpy() for x in got)
+    results = [expected(*row, **options) for row in zip(queries, keys, values)]
+    tolerance = TOLERANCES[dtype] * max(1.0, *np.ravel(options.get("v_scale", 1.0)))
+    np.testing.assert_allclose(out, np.concatenate([r[0] for r in results]), atol=tolerance)
+    np.testing.assert_allclose(lse, np.concatenate([r[1] for r in results]), atol=tolerance)
+
+
+def as_tensors(options):
+    return {
+        k: torch.tensor(v, device=DEVICE) if isinstance(v, tuple) else v for k, v in options.items()
+    }
+
+
+def make_queries(lengths, heads, dim, dtype):
+    q = scree.from_lengths(draw(sum(lengths), heads, dim, dtype=dtype, seed=9), list(lengths))
+    return q, np.split(q.values.double().cpu().numpy(), np.cumsum(lengths))[:-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_paged_attention(name, dtype):
+    q_lengths, kv_lengths, heads, kv_heads, dim, dim_v, page_size, options = CASES[name]
+    caches, table, lengths, rows = make_cache(kv_lengths, page_size, kv_heads, (dim, dim_v), dtype)
+    q, queries = make_queries(q_lengths, heads, dim, dtype)
+    arrays = q, *caches, table, lengths
+    got = scree.paged_attention(*arrays, return_lse=True, kernel="triton", **as_tensors(options))
+    check(got, queries, *rows, dtype, options)
+
+
+def test_lengths_of_many_rows_are_read_in_parts(monkeypatch):
+    monkeypatch.setattr(paged, "_ROWS_AT_A_TIME", (16,))
+    test_paged_attention("some rows", torch.float32)
+
+
+def test_dense_table_and_repeated_calls_give_the_same_bits():
+    caches, table, lengths, _ = make_cache((90, 3, 40), 16, 2, (16, 16), torch.float32)
+    q, _ = make_queries((1, 1, 1), 4, 16, torch.float32)
+    dense = scree.to_padded(table, fill_value=-1)[0]
+    first = scree.paged_attention(q, *caches, table, lengths, kernel="triton").values
+    for page_table in (table, dense, dense.t().contiguous().t(), dense.long()):
+        for _ in range(2):
+            again = scree.paged_attention(q, *caches, page_table, lengths, kernel="triton").values
+            assert torch.equal(first, again)
+
+
+def test_lengths_are_read_on_the_device():
+    caches, table, lengths, rows = make_cache((90, 33, 40), 16, 2, (16, 16), torch.float32)
+    q, queries = make_queries((1, 1, 1), 4, 16, torch.float32)
+    for shorter in ((90, 33, 40), (1, 33, 17), (16, 32, 2)):
+        lengths.copy_(torch.tensor(shorter))
+        got = scree.paged_attention(q, *caches, table, lengths, return_lse=True, kernel="triton")
+        cut = [[row[:n] for row, n in zip(part, shorter)] for part in rows]
+        check(got, queries, *cut, torch.float32, {})
+
+
+@pytest.mark.parametrize("others", [0, 1, 30])
+def test_split_size_makes_the_bits_of_a_row_independent_of_others(others):
+    kv_lengths = (300, *(20,) * others)
+    caches, table, lengths, _ = make_cache(kv_lengths, 16, 2, (16, 16), torch.float16)
+    q, _ = make_queries((1,) * len(kv_lengths), 4, 16, torch.float16)
+    alone = scree.from_lengths(q.values[:1], [1])
+    first = scree.from_lengths(table.values[:19], [19])
+    options = {"split_size": 64, "kernel": "triton"}
+    a = scree.paged_attention(alone, *caches, first, lengths[:1], **options)
+    b = scree.paged_attention(q, *caches, table, lengths, **options)
+    assert torch.equal(a.values[0], b.values[0])
+
+
+def test_strided_caches_and_heads_in_front():
+    dtype = torch.float32
+    (k, v), table, lengths, rows = make_cache((50, 20), 16, 2, (16, 16), dtype)
+    q, queries = make_queries((1, 1), 4, 16, dtype)
+    wide = torch.stack([k, v], 1)  # as vLLM keeps keys and values
+    heads_first = [x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) for x in (k, v)]
+    for caches in ((wide[:, 0], wide[:, 1]), heads_first):
+        got = scree.paged_attention(q, *caches, table, lengths, return_lse=True, kernel="triton")
+        check(got, queries, *rows, dtype, {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "q_lengths, kv_lengths, options",
+    [
+        ((1, 1, 1), (300, 2, 64), {}),
+        ((1, 0, 1), (300, 20, 0), {"causal": False}),
+        ((3, 1, 0, 2), (300, 20, 5, 100), {"window": 20, "softcap": 3.0}),
+        ((3, 1), (300, 20), {"alibi_slopes": (0.1, 0.2, 0.3, 0.4)}),
+    ],
+)
+def test_attention_of_few_queries_to_contiguous_keys(q_lengths, kv_lengths, options, dtype):
+    q, queries = make_queries(q_lengths, 4, 16, dtype)
+    k = scree.from_lengths(draw(sum(kv_lengths), 2, 16, dtype=dtype, seed=1), list(kv_lengths))
+    v = k.with_values(draw(sum(kv_lengths), 2, 24, dtype=dtype, seed=2))
+    options = {"causal": True, **options}
+    assert paged.is_decoding(
+        scree.ops.attention.AttentionCall(
+            q, k, v, window=options.get("window"), causal=options["causal"]
+        )
+    )
+    got = scree.attention(q, k, v, return_lse=True, kernel="triton", **as_tensors(options))
+    keys, values = (
+        np.split(x.values.double().cpu().numpy(), np.cumsum(kv_lengths))[:-1] for x in (k, v)
+    )
+    check(got, queries, keys, values, dtype, options)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("rope", [None, {}, {"theta": 5e5, "interleaved": True}])
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 0, 7, 1)], ids=str)
+def test_append_paged(lengths, rope, is_dense):
+    kv_lengths = [n + 13 * i for i, n in enumerate(lengths)]
+    caches, table, kv, _ = make_cache(kv_lengths, 4, 2, (16, 24), torch.float32)
+    page_table = scree.to_padded(table, fill_value=-1)[0] if is_dense else table
+    k = scree.from_lengths(draw(sum(lengths), 2, 16, dtype=torch.float32, seed=1), list(lengths))
+    v = k.with_values(draw(sum(lengths), 2, 24, dtype=torch.float32, seed=2))
+    q = k.with_values(draw(sum(lengths), 6, 16, dtype=torch.float32, seed=3))
+    before = [x.clone() for x in caches]
+    options = {} if rope is None else {"rope": rope, "q": q}
+    result = scree.append_paged(*caches, k, v, page_table, kv, kernel="triton", **options)
+    assert result[0] is caches[0] and result[1] is caches[1]
+    start = torch.tensor([n - m for n, m in zip(kv_lengths, lengths)], device=DEVICE)
+    keys, queries = k, q
+    if rope is not None:
+        keys, queries = (scree.rope(x, start=start, kernel="standard", **rope) for x in (k, q))
+        torch.testing.assert_close(result[2].values, queries.values, rtol=0, atol=2e-5)
+    pages, token = np.split(table.values.cpu().numpy(), table.offsets[1:-1].cpu().numpy()), 0
+    for row, (n, m) in enumerate(zip(kv_lengths, lengths)):
+        for position in range(n - m, n):
+            page, place = pages[row][position // 4], position % 4
+            before[0][page, place], before[1][page, place] = keys.values[token], v.values[token]
+            token += 1
+    for got, wanted in zip(caches, before):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5, equal_nan=True)
+
+
+def test_rejections():
+    caches, table, lengths, _ = make_cache((9,), 4, 2, (16, 16), torch.float32)
+    q, _ = make_queries((1,), 4, 16, torch.float32)
+    for change, message in (
+        ({"q": q.with_values(q.values.clone().requires_grad_())}, "no gradients"),
+        ({"k_pages": caches[0].mT.contiguous().mT}, "last axis"),
+    ):
+        arguments = {"q": q, "k_pages": caches[0], "v_pages": caches[1], **change}
+        with pytest.raises(ValueError, match=message):
+            scree.paged_attention(
+                **arguments, page_table=table, kv_lengths=lengths, kernel="triton"
+            )
+
+
+def test_tiles_fit_the_shared_memory():
+    for key, tile in paged._DECODE_TILES.items():
+        for shared_memory in (99 << 10, 163 << 10, 227 << 10):
+            fitted = paged._fit(tile, 2 * key[0] * key[1], shared_memory)
+            used = fitted.columns * 2 * key[0] * key[1] * (fitted.num_stages - 1)
+            assert used < shared_memory, (key, shared_memory)
+    assert device_info(torch.device(DEVICE)).shared_memory >= 0
