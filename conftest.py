@@ -20,7 +20,7 @@ NEEDS = {
     "kernels_triton/tests": "triton",
     "scree_api/scree/bridges/arrow.py": "pyarrow",
     "scree_api/scree/bridges/awkward.py": "awkward ragged",
-    "scree_api/scree/bridges/flash_attn.py": "torch",
+    "scree_api/scree/bridges/flash_attn": "torch",
     "scree_api/scree/bridges/lists.py": "pandas",
     "scree_api/scree/bridges/scipy.py": "scipy",
     "scree_api/scree/bridges/tensorflow.py": "tensorflow",
