@@ -30,6 +30,7 @@ NEEDS = {
     "scree_api/tests/bridges/test_arrow.py": "pyarrow",
     "scree_api/tests/bridges/test_awkward.py": "awkward ragged",
     "scree_api/tests/bridges/test_flash_attn.py": "torch",
+    "scree_api/tests/bridges/test_flash_attn_versions.py": "torch",
     "scree_api/tests/bridges/test_minilm.py": "torch transformers",
     "scree_api/tests/bridges/test_scipy.py": "scipy",
     "scree_api/tests/bridges/test_torch.py": "torch",

@@ -8,12 +8,7 @@ import torch
 
 from .common import check_shape
 
-__all__ = [
-    "index_first_axis",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
-]
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

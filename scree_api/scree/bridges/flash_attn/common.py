@@ -96,10 +96,11 @@ def ragged_array(values: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: Any
     Calls with the same `cu_seqlens` tensor share one layout unless the tensor was written to.
     """
     max_seqlen = as_number(max_seqlen)
-    # A cached layout would miss a write: under a compiler and in inference mode a tensor has no
-    # version counter.
-    if torch.compiler.is_compiling() or cu_seqlens.is_inference():
+    if torch.compiler.is_compiling():
         return Array(values, cu_seqlens, max_length=max_seqlen)
+    # A cached layout would miss a write: in inference mode a tensor has no version counter.
+    if cu_seqlens.is_inference():
+        return Array.from_layout(values, _make_layout(cu_seqlens, values.shape[0], max_seqlen))
     layout = _cached_layout(cu_seqlens, cu_seqlens._version, values.shape[0], max_seqlen)
     return Array.from_layout(values, layout)
 
@@ -112,7 +113,18 @@ def _cached_layout(
 
     Every layer of a model then uses the same tiles and kernel schedules.
     """
-    return Array(cu_seqlens.new_empty(()).expand(total), cu_seqlens, max_length=max_seqlen).layout
+    return _make_layout(cu_seqlens, total, max_seqlen)
+
+
+def _make_layout(cu_seqlens: torch.Tensor, total: int, max_seqlen: int | None) -> Layout:
+    """Return a layout whose last tokens may belong to no row, which `Array` refuses on the CPU."""
+    host = backend(cu_seqlens).peek(cu_seqlens)
+    used = total
+    if host is not None and host.ndim == 1 and host.size and 0 <= host[-1] < total:
+        used = int(host[-1])
+    values = cu_seqlens.new_empty(()).expand(used)
+    layout = Array(values, cu_seqlens, max_length=max_seqlen).layout
+    return layout if used == total else Layout(layout.backend, cu_seqlens, total, max_seqlen)
 
 
 def padded_array(name: str, x: torch.Tensor) -> Array:
@@ -222,14 +234,16 @@ def attend_padded(
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k: expected {q.shape[0]} sequences as q, got {k.shape[0]}")
     out, lse = attend(queries, keys, v.reshape(-1, *v.shape[2:]), options, bool(return_lse))
-    return pad_result(out, lse, q.shape[0])
+    return pad_result(out, lse, q)
 
 
-def pad_result(out: torch.Tensor, lse: Any, batch: int) -> tuple[torch.Tensor, Any]:
-    """Return the result of equal rows as (batch, seqlen, ...) and (batch, num_heads, seqlen)."""
-    length = out.shape[0] // batch if batch else 0
-    out = out.reshape(batch, length, *out.shape[1:])
-    return out, None if lse is None else lse.reshape(batch, length, -1).transpose(1, 2)
+def pad_result(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Return the result of (batch, seqlen, num_heads, head_dim) queries in their form.
+
+    The log-sum-exp has shape (batch, num_heads, seqlen).
+    """
+    out = out.reshape(*q.shape[:3], out.shape[-1])
+    return out, None if lse is None else lse.reshape(q.shape[:3]).transpose(1, 2)
 
 
 def varlen_attention(

@@ -12,15 +12,7 @@ from ...backends import backend
 from ...ops.append_paged import append_paged
 from ...ops.paged_attention import paged_attention
 from ...ops.pages import as_page_table, gather_pages, token_layout
-from .common import (
-    Options,
-    as_number,
-    attend,
-    check_ndim,
-    check_shape,
-    padded_array,
-    ragged_array,
-)
+from .common import Options, as_number, attend, check_ndim, check_shape, padded_array, ragged_array
 from .rotary import rotate
 
 
@@ -226,7 +218,7 @@ def _descale(name: str, x: Array, scale: torch.Tensor | None) -> Array:
 def _drop_leftpad(cache: Cache) -> Cache:
     """Return the cache with pages of one token, without the tokens before the first key."""
     assert cache.leftpad is not None
-    (batch, width), (num_pages, size) = cache.table.shape, cache.k.shape[:2]
+    width, (num_pages, size) = cache.table.shape[1], cache.k.shape[:2]
     table = cache.table.to(torch.int64)
     token = torch.arange(width * size, device=table.device) + cache.leftpad.to(torch.int64)[:, None]
     # Tokens after the last page are not in use.
@@ -243,4 +235,3 @@ def _as_array(name: str, x: torch.Tensor, cu_seqlens: Any, max_seqlen: Any) -> A
         return padded_array(name, x)
     check_ndim(name, x, 3, "(total, num_heads, head_dim)")
     return ragged_array(x, cu_seqlens, max_seqlen)
-

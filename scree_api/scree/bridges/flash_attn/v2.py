@@ -300,7 +300,9 @@ def flash_attn_varlen_func(
     check_ndim("q", q, 3, "(total_q, num_heads, head_dim)")
     queries = ragged_array(q, cu_seqlens_q, max_seqlen_q)
     if block_table is None:
-        out, lse = attend_packed(queries, k, v, cu_seqlens_k, max_seqlen_k, options, return_attn_probs)
+        out, lse = attend_packed(
+            queries, k, v, cu_seqlens_k, max_seqlen_k, options, return_attn_probs
+        )
     else:
         cache = make_cache(
             k,
@@ -561,7 +563,7 @@ def flash_attn_with_kvcache(
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
     )
-    out, lse = pad_result(out, lse, q.shape[0])
+    out, lse = pad_result(out, lse, q)
     return (out, lse) if return_softmax_lse else out
 
 

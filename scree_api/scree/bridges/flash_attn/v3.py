@@ -99,7 +99,7 @@ softcap, num_splits, pack_gqa, deterministic, sm_margin
     descales = q_descale, k_descale, v_descale
     values = v.reshape(-1, *v.shape[2:])
     out, lse = _attend(queries, keys, values, options, qv, descales, bool(return_attn_probs))
-    out, lse = pad_result(out, lse, q.shape[0])
+    out, lse = pad_result(out, lse, q)
     return (out, lse) if return_attn_probs else out
 
 
@@ -410,7 +410,7 @@ softcap
         qv=qv,
         descales=(q_descale, k_descale, v_descale),
     )
-    out, lse = pad_result(out, lse, batch) if cu_seqlens_q is None else (out, lse.T)
+    out, lse = pad_result(out, lse, q) if cu_seqlens_q is None else (out, lse.T)
     return (out, lse, None, None) if return_softmax_lse else out
 
 
@@ -532,7 +532,9 @@ def attend_used(
     layout = q.layout
     if seqused_q is not None:
         if qv is not None:
-            qv = keep_used("seqused_q", q.with_values(qv.reshape(-1, *qv.shape[-2:])), seqused_q).values
+            qv = keep_used(
+                "seqused_q", q.with_values(qv.reshape(-1, *qv.shape[-2:])), seqused_q
+            ).values
         q = keep_used("seqused_q", q, seqused_q)
     if seqused_k is not None:
         v = keep_used("seqused_k", k.with_values(v), seqused_k).values

@@ -230,7 +230,7 @@ aux_scalars
         cache = make_cache(k, v, batch, seqused_k, table_name="page_table", table=page_table)
         out, lse = attend_to_cache(queries, cache, options, qv)
     if cu_seqlens_q is None:
-        return pad_result(out, lse if return_lse else None, q.shape[0])
+        return pad_result(out, lse if return_lse else None, q)
     return out, lse.T if return_lse else None
 
 
