@@ -45,7 +45,7 @@ class Options:
 
     @property
     def is_local(self) -> bool:
-        """Whether a query does not see all keys."""
+        """True if a query does not see all keys."""
         return self.window != (None, None) or self.chunk is not None
 
 
