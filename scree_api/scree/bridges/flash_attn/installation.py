@@ -47,14 +47,16 @@ def install(*, force: bool = False) -> None:
 
     Examples
     --------
-    >>> import scree.bridges.flash_attn
+    >>> import sys, scree.bridges.flash_attn
     >>> scree.bridges.flash_attn.install(force=True)
     >>> from flash_attn import flash_attn_func
     >>> flash_attn_func.__module__
     'scree.bridges.flash_attn.v2'
+    >>> for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+    ...     del sys.modules[name]  # undo it
     """
     for name in ("flash_attn", "flash_attn_interface"):
-        if not force and name not in _installed and _is_installed(name):
+        if not force and _is_installed(name):
             raise ImportError(
                 f"force: expected True to replace {name}, which is installed, got False; "
                 "uninstall it or call install(force=True)"
@@ -73,8 +75,10 @@ def install(*, force: bool = False) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    # A module that another program put into sys.modules may have no specification.
-    return name in sys.modules or find_spec(name) is not None
+    if name in sys.modules:
+        # find_spec would raise for a module without a specification.
+        return sys.modules[name] is not _installed.get(name)
+    return find_spec(name) is not None
 
 
 def _make_module(name: str, source: ModuleType | None) -> ModuleType:

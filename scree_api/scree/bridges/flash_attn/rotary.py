@@ -58,7 +58,7 @@ def apply_rotary_emb(
     >>> import torch
     >>> from scree.bridges.flash_attn import apply_rotary_emb
     >>> x, angle = torch.ones(1, 2, 1, 2), torch.tensor([[0.0], [torch.pi / 2]])
-    >>> apply_rotary_emb(x, angle.cos(), angle.sin())[0, :, 0]
+    >>> apply_rotary_emb(x, angle.cos(), angle.sin())[0, :, 0].round()
     tensor([[ 1.,  1.],
             [-1.,  1.]])
     """

@@ -583,4 +583,5 @@ def unpack(name: str, x: torch.Tensor, ndim: int, count: int) -> tuple[torch.Ten
     check_ndim(name, x, ndim, form)
     if x.shape[-3] != count:
         raise ValueError(f"{name}: expected shape {form}, got {tuple(x.shape)}")
-    return x.unbind(-3)
+    parts: tuple[torch.Tensor, ...] = x.unbind(-3)
+    return parts
