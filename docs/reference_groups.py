@@ -42,9 +42,23 @@ GROUPS: dict[str, str] = {
     "Bridges: models": """
         bridges.from_hf_padded bridges.to_hf_padded bridges.from_hf_flattened
         bridges.to_hf_flattened bridges.transformers bridges.transformers.register
-        bridges.flash_attn bridges.flash_attn.flash_attn_varlen_func bridges.varlen
-        bridges.varlen.varlen_attn bridges.from_block_table bridges.to_block_table
+        bridges.varlen bridges.varlen.varlen_attn bridges.from_block_table bridges.to_block_table
         bridges.from_flashinfer bridges.to_flashinfer bridges.slot_mapping""",
+    "Bridges: FlashAttention": """
+        bridges.flash_attn bridges.flash_attn.flash_attn_func
+        bridges.flash_attn.flash_attn_kvpacked_func bridges.flash_attn.flash_attn_qkvpacked_func
+        bridges.flash_attn.flash_attn_varlen_func
+        bridges.flash_attn.flash_attn_varlen_kvpacked_func
+        bridges.flash_attn.flash_attn_varlen_qkvpacked_func
+        bridges.flash_attn.flash_attn_with_kvcache bridges.flash_attn.unpad_input
+        bridges.flash_attn.pad_input bridges.flash_attn.index_first_axis
+        bridges.flash_attn.index_put_first_axis bridges.flash_attn.apply_rotary_emb
+        bridges.flash_attn.install bridges.flash_attn.v3 bridges.flash_attn.v3.flash_attn_func
+        bridges.flash_attn.v3.flash_attn_qkvpacked_func
+        bridges.flash_attn.v3.flash_attn_varlen_func
+        bridges.flash_attn.v3.flash_attn_with_kvcache bridges.flash_attn.v3.flash_attn_combine
+        bridges.flash_attn.v3.get_scheduler_metadata bridges.flash_attn.v4
+        bridges.flash_attn.v4.flash_attn_func bridges.flash_attn.v4.flash_attn_varlen_func""",
     "Bridges: columns and lists": """
         from_lists bridges.from_arrow bridges.to_arrow bridges.from_awkward bridges.to_awkward
         bridges.from_ragged bridges.to_ragged bridges.from_pandas bridges.to_pandas
@@ -63,15 +77,50 @@ MODULES = {
     "bridges": "bridges.md",
     "bridges.transformers": "bridges.md",
     "bridges.flash_attn": "bridges.md",
+    "bridges.flash_attn.v3": "bridges.md",
+    "bridges.flash_attn.v4": "bridges.md",
     "bridges.varlen": "bridges.md",
 }
 
 #: Functions that only a module of `scree.bridges` offers.
 IN_MODULES = (
     "bridges.transformers.register",
+    "bridges.flash_attn.flash_attn_func",
+    "bridges.flash_attn.flash_attn_kvpacked_func",
+    "bridges.flash_attn.flash_attn_qkvpacked_func",
     "bridges.flash_attn.flash_attn_varlen_func",
+    "bridges.flash_attn.flash_attn_varlen_kvpacked_func",
+    "bridges.flash_attn.flash_attn_varlen_qkvpacked_func",
+    "bridges.flash_attn.flash_attn_with_kvcache",
+    "bridges.flash_attn.unpad_input",
+    "bridges.flash_attn.pad_input",
+    "bridges.flash_attn.index_first_axis",
+    "bridges.flash_attn.index_put_first_axis",
+    "bridges.flash_attn.apply_rotary_emb",
+    "bridges.flash_attn.install",
+    "bridges.flash_attn.v3",
+    "bridges.flash_attn.v3.flash_attn_func",
+    "bridges.flash_attn.v3.flash_attn_qkvpacked_func",
+    "bridges.flash_attn.v3.flash_attn_varlen_func",
+    "bridges.flash_attn.v3.flash_attn_with_kvcache",
+    "bridges.flash_attn.v3.flash_attn_combine",
+    "bridges.flash_attn.v3.get_scheduler_metadata",
+    "bridges.flash_attn.v4",
+    "bridges.flash_attn.v4.flash_attn_func",
+    "bridges.flash_attn.v4.flash_attn_varlen_func",
     "bridges.varlen.varlen_attn",
 )
+
+#: Module of `bridges.flash_attn` -> the functions that the package imports from it.
+FLASH_ATTN = {
+    "bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input",
+    "installation": "install",
+    "rotary": "apply_rotary_emb",
+    "v2": """
+        flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func
+        flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache""",
+}
+MODULES_OF_FLASH_ATTN = {x: module for module, names in FLASH_ATTN.items() for x in names.split()}
 
 #: Documented classes that are no attributes of `scree`.
 DOCUMENTED = ("functions.Kind", "explanation.Explanation", "layout.Layout", "layout.Tiles")
@@ -162,6 +211,8 @@ def true_path(name: str) -> str:
     parent, _, short = name.rpartition(".")
     if parent == "bridges" and short in bridges.MODULES:
         return f"scree.bridges.{bridges.MODULES[short]}.{short}"
+    if parent == "bridges.flash_attn" and short in MODULES_OF_FLASH_ATTN:
+        return f"scree.{parent}.{MODULES_OF_FLASH_ATTN[short]}.{short}"
     if name in IN_MODULES or name in MODULES:
         return f"scree.{name}"
     value = scree

@@ -3956,7 +3956,8 @@ class Namespace(Protocol):
     def reshape(self, x: T, /, shape: Any, *, copy: Flag | None = None) -> T:
         """Give an array another shape.
 
-        Ragged arrays: The shape is ``(n, None, ...)``: only the element axes change.
+        Ragged arrays: The shape is ``(n, None, ...)``: only the element axes change. ``(-1,)``
+        gives the elements of all rows as a dense array.
 
         Parameters
         ----------

@@ -160,6 +160,37 @@ def test_to_device_moves_both_parts(arr: scree.Array) -> None:
         assert moved.lengths.to_device(xp.Device("CPU_DEVICE")).shape == (3,)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_to_device_cpu_works_on_every_library(name: str) -> None:
+    arr = load(name).r(ROWS, 2)
+    moved = array_api_compat.to_device(arr, "cpu")
+    assert moved.layout.backend is arr.layout.backend
+    assert same(moved.to_numpy(), arr.to_numpy())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [ROWS, [0, 0], []])
+def test_reshape_to_one_axis_gives_the_elements(name: str, rows: list[int]) -> None:
+    lib = load(name)
+    arr = lib.r(rows, 2)
+    flat = lib.xp.reshape(arr, (-1,))
+    assert flat.shape == (arr.size,)
+    host = arr.layout.backend.read(flat)
+    assert np.array_equal(host, arr.to_numpy().values.reshape(-1))
+
+
+def test_reshape_to_one_axis_with_tail_raises() -> None:
+    layout = scree.layout.Layout(
+        scree.backends.backend(np.arange(3)), np.asarray([0, 2, 3]), total=5, max_length=2
+    )
+    arr = scree.Array.from_layout(np.arange(5.0), layout)
+    with pytest.raises(ValueError, match=r"^shape: expected \(-1,\) only where every token"):
+        scree.namespace(arr).reshape(arr, (-1,))
+    inner = scree.Array(np.zeros((2, 5)), np.asarray([0, 2, 5]), ragged_dim=1)
+    with pytest.raises(ValueError, match=r"^shape: expected \(-1,\) only where the ragged axis"):
+        scree.namespace(inner).reshape(inner, (-1,))
+
+
 # ------------------------------------------------------------------------------------------------------
 # operators
 OPERATORS = {

@@ -72,6 +72,13 @@ def _from_numpy(host: np.ndarray, dtype: Any, device: Any) -> Any:
     return jax.device_put(np.asarray(host, dtype=dtype), device)
 
 
+def _to_device(x: Any, device: Any) -> Any:
+    # Clients of array-api-compat write "cpu" for every library.
+    if isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    return jax.device_put(x, device)
+
+
 BACKEND = Backend(
     "jax",
     xp,
@@ -79,7 +86,7 @@ BACKEND = Backend(
     _read,
     row_ids=_row_ids,
     device=device,
-    to_device=jax.device_put,
+    to_device=_to_device,
     uniform=_uniform,
     untraced=_untraced,
     checkpoint=jax.checkpoint,

@@ -249,9 +249,24 @@ def _check_shape(shape: Any) -> tuple[Any, ...]:
 
 
 @implements("reshape")
-def reshape(x: Array, /, shape: Any, *, copy: bool | None = None, std: Standard) -> Array:
-    """Reshape the element axes to ``(n, None, ...)``; None marks the ragged axis."""
+def reshape(x: Array, /, shape: Any, *, copy: bool | None = None, std: Standard) -> Any:
+    """Reshape the element axes to ``(n, None, ...)``; None marks the ragged axis.
+
+    The shape ``(-1,)`` gives the elements of all rows as a dense array.
+    """
     shape = _check_shape(shape)
+    if shape == (-1,):
+        if x.ragged_dim:
+            raise ValueError(
+                f"shape: expected (-1,) only where the ragged axis is axis 1, got an array of shape {x.shape}; "
+                "use xp.moveaxis first"
+            )
+        if not x.layout.has_no_tail:
+            raise ValueError(
+                "shape: expected (-1,) only where every token is known to belong to a row, got an array that may have "
+                "tokens after its last row; use xp.reshape(arr.values, (-1,))"
+            )
+        return std.function(x.values, (x.size,), copy=copy)
     if len(shape) < 2 or (shape[0] != x.batch_size and shape[0] != -1) or shape.count(None) != 1:
         raise ValueError(
             f"shape: expected ({x.batch_size}, ..., None, ...) with None for the ragged axis, got {shape}"

@@ -46,7 +46,8 @@ BACKEND = Backend(
     _peek,
     _read,
     device=xp.device,
-    to_device=xp.to_device,
+    # MLX arrays are in memory that the host reads, whatever their device.
+    to_device=lambda x, device: x if device == "cpu" else xp.to_device(x, device),
     uniform=_uniform,
     checkpoint=mx.checkpoint,
     write=_write,

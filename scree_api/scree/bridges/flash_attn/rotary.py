@@ -1,0 +1,120 @@
+"""The rotary position embedding with tables of cosines and sines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...array import Array
+from .common import check_ndim, check_shape, equal_rows, ragged_array
+
+__all__ = ["apply_rotary_emb"]
+
+
+def apply_rotary_emb(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: Any = 0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> torch.Tensor:
+    """Rotate the first elements of each head by given cosines and sines.
+
+    Parameters
+    ----------
+    x
+        (batch, seqlen, num_heads, head_dim) tensor, or (total, num_heads, head_dim) with
+        `cu_seqlens`.
+    cos, sin
+        (seqlen_rotary, rotary_dim / 2) tables; row i is for position i. Elements after rotary_dim
+        stay as they are.
+    interleaved
+        Pair elements (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+    inplace
+        Whether to write the result to `x`, and return `x`.
+    seqlen_offsets
+        Position of the first token of each sequence: a number or (batch,) integers.
+    cu_seqlens
+        (batch + 1,) offsets of the sequences.
+    max_seqlen
+        Bound on the longest sequence; only with `cu_seqlens`.
+
+    Returns
+    -------
+    out
+        Like `x`. Products are computed in at least float32.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scree.bridges.flash_attn import apply_rotary_emb
+    >>> x, angle = torch.ones(1, 2, 1, 2), torch.tensor([[0.0], [torch.pi / 2]])
+    >>> apply_rotary_emb(x, angle.cos(), angle.sin())[0, :, 0].round()
+    tensor([[ 1.,  1.],
+            [-1.,  1.]])
+    """
+    if cu_seqlens is None:
+        check_ndim("x", x, 4, "(batch, seqlen, num_heads, head_dim)")
+        layout = equal_rows(x.shape[0], x.shape[1], x)
+    else:
+        check_ndim("x", x, 3, "(total, num_heads, head_dim)")
+        layout = ragged_array(x, cu_seqlens, max_seqlen).layout
+    if isinstance(seqlen_offsets, torch.Tensor) and seqlen_offsets.ndim:
+        check_shape("seqlen_offsets", seqlen_offsets, (layout.num_rows,), "one per sequence")
+        start = seqlen_offsets
+    else:
+        start = torch.zeros_like(layout.lengths) + seqlen_offsets
+    arr = Array.from_layout(x.reshape(-1, *x.shape[-2:]), layout)
+    out = rotate(arr, cos, sin, start, interleaved).reshape(x.shape)
+    return x.copy_(out) if inplace else out
+
+
+def rotate(
+    arr: Array,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: torch.Tensor,
+    interleaved: Any,
+    by_position: bool = True,
+) -> torch.Tensor:
+    """Return (total, num_heads, head_dim) values rotated by their positions, from `start` on.
+
+    Unless `by_position`, all tokens of a row are at its first position.
+    """
+    x, layout = arr.values, arr.layout
+    check_ndim("rotary_cos", cos, 2, "(seqlen_rotary, rotary_dim / 2)")
+    check_shape("rotary_sin", sin, cos.shape, "as rotary_cos")
+    half, head_dim = cos.shape[1], x.shape[-1]
+    if not 0 < 2 * half <= head_dim:
+        raise ValueError(
+            f"rotary_cos: expected 1 to {head_dim // 2} columns, half of head_dim, got {half}"
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    after = start + (layout.lengths if by_position else layout.lengths.clamp(max=1))
+    ends = arr.layout.backend.peek(torch.where(layout.nonempty, after, 0))
+    if ends is not None and ends.max(initial=0) > cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: expected at least {ends.max()} rows, one per position, got {cos.shape[0]}"
+        )
+    positions = layout.per_token(start)
+    positions = positions + layout.positions if by_position else positions
+    # Positions of the tail, which have no meaning, may be outside of the table.
+    rows = positions.clamp(0, cos.shape[0] - 1)
+    c, s = (table[rows].to(wide)[:, None] for table in (cos, sin))
+    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., ::2], turned[..., 1::2]
+        turned = torch.stack([a * c - b * s, b * c + a * s], -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        turned = torch.cat([a * c - b * s, b * c + a * s], -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
