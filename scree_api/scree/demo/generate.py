@@ -212,7 +212,9 @@ def generate(
     asarray = import_module(BACKENDS[name]).asarray
     w = {key: asarray(x) for key, x in weights.items()}
     cache = (Paged if form == "paged" else Padded)(name, asarray, w, prompts, new_tokens)
-    tokens, gaps, start = [], [], 0.0
+    tokens: list[np.ndarray] = []
+    gaps: list[np.ndarray] = []
+    start = 0.0
     for i in range(new_tokens):
         # The prefill and the first step with one token per row compile on some libraries.
         if i == min(2, new_tokens - 1):
@@ -297,7 +299,8 @@ def step_paged(
 ) -> tuple[Any, list[Any]]:
     """Append ragged tokens to the caches, and return the scores after the last token of each row."""
     rows = scree.from_cu_seqlens(tokens, offsets, max_length=max_length)
-    xp, written = scree.namespace(rows), []
+    xp = scree.namespace(rows)
+    written: list[Any] = []
 
     def attend(xp: Any, q: Any, k: Any, v: Any) -> Any:
         q, k, v = (
@@ -368,7 +371,8 @@ def step_padded(
     w: lm.Weights, tokens: Any, start: Any, padding: Any, used: int, caches: list[Any]
 ) -> tuple[Any, list[Any]]:
     """Write padded tokens to the caches from `start` on, and return the scores of the last ones."""
-    xp, written = scree.namespace(tokens), []
+    xp = scree.namespace(tokens)
+    written: list[Any] = []
     n, count = tokens.shape
     slots = xp.arange(used, dtype=xp.int32)
     places = xp.arange(count, dtype=xp.int32) + start
