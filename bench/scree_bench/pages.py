@@ -108,7 +108,7 @@ class Answer(NamedTuple):
 def overview(runs: Sequence[Result], folder: str, embed: Embed) -> str:
     """Return the overview in Markdown. The pages per machine are in `folder`."""
     parts = [INTRODUCTION, *_contents(runs, folder)]
-    for question in (attention, kernels, training, cpu):
+    for question in (attention, decode, kernels, training, cpu):
         answer = question(runs)
         if answer is not None:
             picture = embed(*answer.picture)
@@ -179,6 +179,44 @@ def attention(runs: Sequence[Result]) -> Answer | None:
     )
     picture = partial(_bars, groups=groups, kind="both_s", title=title)
     return Answer("Attention", text, _table(header, lines), ("overview-attention", picture), chosen)
+
+
+def decode(runs: Sequence[Result]) -> Answer | None:
+    """Compare attention to a paged cache with its peers."""
+    chosen = [r for r in runs if r.command == "decode"]
+    peers: dict[str, None] = {}
+    cases = []
+    for r in chosen:
+        for case, rows in _cases(r, lambda row: row.case["kind"] == "decode"):
+            if "call_s" in rows["scree"].values:
+                times = {
+                    x: row.values["call_s"] for x, row in rows.items() if "call_s" in row.values
+                }
+                cases.append((r, case, rows["scree"].values, times))
+                peers |= dict.fromkeys(who for who in times if not who.startswith("scree"))
+    if not cases:
+        return None
+    lines, groups = [], {}
+    for r, case, values, times in cases:
+        label = f"{case['case']}, pages of {case['page_size']}, {case['backend']}"
+        lines.append([
+            _short(r), label, unit("call_s").show(times["scree"]),
+            unit("call_rate").show(values["call_rate"]),
+            unit("share").show(values["call_of_copy_share"]) if "call_of_copy_share" in values else "",
+            *(ratio(times["scree"], times.get(peer), peer) for peer in peers),
+        ])  # fmt: skip
+        if r is chosen[0]:
+            groups[label] = {x: t for x, t in times.items() if x == "scree" or x in peers}
+    header = ["machine", "rows and cached tokens", "scree", "bytes per second", "of a copy",
+              *(f"/ {peer}" for peer in peers)]  # fmt: skip
+    text = (
+        "One query per row attends to a paged key-value cache with 32 and 8 heads of 128. Only "
+        "keys and values count as bytes. FlashInfer is timed without its plan, which the pages per "
+        "machine show. A contiguous cache has no page table to read."
+    )
+    title = f"{_short(chosen[0])}: decoding from a paged cache, less is better, one scale per case"
+    picture = partial(_bars, groups=groups, kind="call_s", title=title)
+    return Answer("Decoding", text, _table(header, lines), ("overview-decode", picture), chosen)
 
 
 def kernels(runs: Sequence[Result]) -> Answer | None:

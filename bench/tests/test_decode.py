@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from scree_bench import caches
+from scree_bench import caches, pages
 from scree_bench.caches import Batch, make_cache
 from scree_bench.commands import decode
 from scree_bench.libraries import load
@@ -149,3 +149,21 @@ def test_ratios_of_random_shapes_name_the_worst():
     table = decode.tables(Result("decode", {}, {}, {}, "", rows))[-1]
     (line,) = table.lines
     assert line == ["torch", "FA4", "1.00", "0.50", "**1.50**", "shape 1", "2 of 3"]
+
+
+def test_overview_of_decoding_has_the_ratio_to_each_peer():
+    case = {"kind": "decode", "case": "B=1, KV 1,024", "backend": "torch", "page_size": 16}
+    values = {"call_s": 8e-6, "call_rate": 4e12, "call_of_copy_share": 0.9}
+    rows = [
+        Row(case, "scree", values=values),
+        Row(case, "scree, contiguous", values={"call_s": 7e-6}),
+        Row(case, "FlashInfer", values={"call_s": 1e-5}),
+        Row(case, "FA3 (contiguous)", values={"call_s": 4e-6}),
+        Row({**case, "kind": "skew"}, "scree", values={"call_s": 1.0}),
+    ]
+    machine = {"tag": "h200", "gpu": "NVIDIA H200"}
+    answer = pages.decode([Result("decode", {}, machine, {}, "2026-11-23", rows)])
+    assert answer.table.header[5:] == ["/ FlashInfer", "/ FA3 (contiguous)"]
+    label = "B=1, KV 1,024, pages of 16, torch"
+    assert answer.table.lines == [["H200", label, "8 us", "4 TB/s", "90.0%", "0.80", "**2.00**"]]
+    assert pages.decode([]) is None

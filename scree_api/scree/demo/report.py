@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from . import generate
 from .run import LAYOUTS, Result
 
 TITLES = {"ragged": "ragged", "padded": "padded", "sorted": "padded, sorted by length"}
@@ -48,6 +49,50 @@ def show(result: Result, console: Console) -> None:
         for pair in result.nearest:
             _print_paragraph(console, f"{pair.similarity:.2f}", pair.a)
             _print_paragraph(console, "", pair.b)
+
+
+def show_generation(result: generate.Result, console: Console) -> None:
+    """Print the result of a generation.
+
+    Parameters
+    ----------
+    result
+        The result of `scree.demo.generate.measure`.
+    console
+        Output.
+    """
+    console.print(
+        f"[bold]scree {result.scree}[/bold]: {result.new_tokens} new bytes for each of "
+        f"{result.prompts} paragraphs of {result.shortest} to {result.longest} bytes, "
+        "by a decoder of random weights\n"
+    )
+    paged, padded = (result.cache_bytes[form] / 1e6 for form in generate.FORMS)
+    table = _table(
+        "Tokens per second",
+        "New tokens per second, without the prompts and the first step, which compile on some "
+        "backends. Padded: prompts padded on the left, in a dense cache. Equal: the tokens that "
+        "equal the tokens of the first backend with the paged cache. "
+        f"The caches have {paged:,.1f} MB paged and {padded:,.1f} MB padded.",
+        ("backend", "", "paged", "padded", "paged / padded", "equal"),
+    )
+    for name, speed in result.backends.items():
+        for mode in generate.MODES:
+            rates = [speed.tokens_per_second[f"{mode}, {form}"] for form in generate.FORMS]
+            equal = min(speed.equal[f"{mode}, {form}"] for form in generate.FORMS)
+            table.add_row(
+                name,
+                mode,
+                *(f"{rate:,.0f}" for rate in rates),
+                f"{rates[0] / rates[1]:.2f}x",
+                f"{equal:.2%}",
+            )
+    console.print(table)
+    if result.not_installed:
+        console.print(f"\nNot installed, and omitted: {', '.join(result.not_installed)}.")
+    verdict = "[green]agree[/green]" if result.agree else "[red]disagree[/red]"
+    ties = f", except where two scores differ by less than {generate.TOLERANCE:.0e}"
+    is_equal = all(x == 1 for speed in result.backends.values() for x in speed.equal.values())
+    console.print(f"\nAll tokens {verdict}{'' if is_equal or not result.agree else ties}.")
 
 
 def _print_paragraph(console: Console, label: str, text: str) -> None:

@@ -81,7 +81,8 @@ def decode_parts(call: PagedAttentionCall, library: Backend) -> Parts:
     """Cut the rows of a call that `rejects_decode` accepts."""
     size = int(call.k_pages.shape[1])
     lengths = np.asarray(library.peek(call.kv_lengths), np.int64)
-    lengths = np.where(np.diff(call.q.layout.host_offsets), lengths, 0)
+    q_offsets = np.asarray(call.q.layout.host_offsets, np.int64)
+    lengths = np.where(np.diff(q_offsets) > 0, lengths, 0)
     step = -(-PART_TOKENS // size) * size
     counts = -(-lengths // step)
     rows = np.repeat(np.arange(lengths.size), counts)
