@@ -233,7 +233,7 @@ def test_rejections():
 def test_tiles_fit_the_shared_memory():
     for key, tile in paged._DECODE_TILES.items():
         for shared_memory in (99 << 10, 163 << 10, 227 << 10):
-            fitted = paged._fit(tile, 2 * key[0] * key[1], shared_memory)
+            fitted = paged._shrink(tile, 2 * key[0] * key[1], shared_memory)
             used = fitted.columns * 2 * key[0] * key[1] * (fitted.num_stages - 1)
             assert used < shared_memory, (key, shared_memory)
     assert device_info(torch.device(DEVICE)).shared_memory >= 0

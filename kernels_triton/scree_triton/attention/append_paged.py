@@ -1,5 +1,6 @@
 """New tokens written to a paged cache, and their rotation, in one launch."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +12,17 @@ from ..norms.rope import angles, load_pairs, rotate_and_store
 from ..runtime.autograd import needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
-from ..runtime.launch import Launch, Number, Pointer, Stride, empty, launch_args, on_device
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    bind_args,
+    contiguous,
+    empty,
+    launch_args,
+    on_device,
+)
 
 #: Rows whose offsets a CTA reads at a time; few sizes, as each compiles a kernel.
 _ROWS_AT_A_TIME = (16, 64, 256, 1024)
@@ -173,7 +184,7 @@ class AppendArgs:
 
 
 class _Shape(NamedTuple):
-    """What determines a kernel."""
+    """Arguments that determine a kernel."""
 
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
@@ -217,7 +228,7 @@ def _launch(shape: _Shape) -> Launch:
     )
 
 
-def _append(
+def _prepare(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     k: torch.Tensor,
@@ -229,20 +240,19 @@ def _append(
     offsets: torch.Tensor,
     base: float,
     interleaved: bool,
-) -> torch.Tensor | None:
-    """Write k and v to the pages; return the rotated q, or None without q."""
-    n, total, page_size = offsets.shape[0] - 1, k.shape[0], k_pages.shape[1]
-    q_out = None if q is None else empty(q.device.type)(tuple(q.shape), _packed(q), q.dtype)
-    if not (n and total):
-        return q_out
-    is_ragged = page_offsets is not None
+) -> Callable[..., torch.Tensor | None]:
+    """Return a function that writes k and v of these sizes and strides to the pages.
+
+    It takes the tensors in the same order, and returns the rotated q, or None without q.
+    """
+    n, total, is_ragged = offsets.shape[0] - 1, k.shape[0], page_offsets is not None
     shape = _Shape(
         k.device,
         (k.dtype, pages.dtype, kv_lengths.dtype, offsets.dtype),
         *k.shape[1:],
         v.shape[2],
         0 if q is None else q.shape[1],
-        page_size,
+        k_pages.shape[1],
         is_ragged,
         base,
         interleaved,
@@ -253,17 +263,8 @@ def _append(
     stride_kt, stride_kth, _ = k.stride()
     stride_vt, stride_vth, _ = v.stride()
     stride_qt, stride_qh = (0, 0) if q is None else q.stride()[:2]
-    args = AppendArgs(
-        K_PAGES=k_pages,
-        V_PAGES=v_pages,
-        K=k,
-        V=v,
-        Q=k if q is None else q,
-        Q_OUT=k if q_out is None else q_out,
-        PAGES=pages,
-        PAGE_OFFSETS=pages if page_offsets is None else page_offsets,
-        KV_LENGTHS=kv_lengths,
-        OFFSETS=offsets,
+    append_args = bind_args(
+        AppendArgs,
         stride_kp=stride_kp,
         stride_ks=stride_ks,
         stride_kh=stride_kh,
@@ -279,13 +280,38 @@ def _append(
         n=n,
         table_width=0 if is_ragged else pages.stride(0),
     )
-    on_device(k.device.index, _launch(shape))(total, args)
-    return q_out
+    launch, new = _launch(shape), empty(k.device.type)
+    out_spec = None if q is None else (*contiguous(tuple(q.shape)), q.dtype)
 
+    def append(
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q: torch.Tensor | None,
+        pages: torch.Tensor,
+        page_offsets: torch.Tensor | None,
+        kv_lengths: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> torch.Tensor | None:
+        q_out = None if out_spec is None else new(*out_spec)
+        if n and total:
+            args = append_args(
+                K_PAGES=k_pages,
+                V_PAGES=v_pages,
+                K=k,
+                V=v,
+                Q=k if q is None else q,
+                Q_OUT=k if q_out is None else q_out,
+                PAGES=pages,
+                PAGE_OFFSETS=pages if page_offsets is None else page_offsets,
+                KV_LENGTHS=kv_lengths,
+                OFFSETS=offsets,
+            )
+            launch(total, args)
+        return q_out
 
-def _packed(x: torch.Tensor) -> tuple[int, int, int]:
-    _, heads, dim = x.shape
-    return heads * dim, dim, 1
+    return on_device(k.device.index if k.device.type == "cuda" else None, append)
 
 
 def rejects(call: Any) -> str | None:
@@ -310,30 +336,61 @@ def rejects(call: Any) -> str | None:
 
 def append_paged(call: Any) -> tuple[Any, ...]:
     """Compute an `AppendPagedCall`."""
-    k, q, table = call.k, call.q, call.page_table
-    options = call.rope or {}
-    base = 0.0
-    if call.rope is not None:
-        base = float(options.get("theta", 10000.0)) ** (-2 / k.values.shape[-1])
-    arguments = (
-        call.k_pages,
-        call.v_pages,
-        k.values,
-        call.v.values,
-        None if q is None else q.values,
-        table.values.contiguous(),
-        table.offsets.contiguous(),
-        call.kv_lengths.contiguous(),
-        k.offsets.contiguous(),
-        base,
-        bool(options.get("interleaved", False)),
-    )
-    if uses_operators(*arguments[:9]):
-        out = _op(*arguments)
-    else:
-        out = _append(*arguments)
-    caches = call.k_pages, call.v_pages
+    q, values = call.q, (call.k.values, call.v.values, None if call.q is None else call.q.values)
+    if not uses_operators(call.k_pages, call.v_pages, *values):
+        append = prepare_append_paged(call)
+        arrays = call.k_pages, call.v_pages, call.page_table, call.kv_lengths
+        return append(call.k, call.v, q, *arrays)  # type: ignore[no-any-return]
+    caches, table = (call.k_pages, call.v_pages), call.page_table
+    indices = table.values, table.offsets, call.kv_lengths, call.k.offsets
+    out = _op(*caches, *values, *indices, *_rotation_of(call))
     return caches if q is None else (*caches, q.with_values(out))
+
+
+def prepare_append_paged(call: Any) -> Callable[..., Any]:
+    """Return a function for calls with the same metadata."""
+    rotation = _rotation_of(call)
+    prepared: dict[bool, Callable[..., Any]] = {}
+
+    def append(
+        k: Any,
+        v: Any,
+        q: Any,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        page_table: Any,
+        kv_lengths: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        is_ragged = not isinstance(page_table, torch.Tensor)
+        if is_ragged:
+            pages, page_offsets = page_table.values.contiguous(), page_table.offsets.contiguous()
+        else:
+            pages = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+            page_offsets = None
+        arrays = (
+            k_pages,
+            v_pages,
+            k.values,
+            v.values,
+            None if q is None else q.values,
+            pages,
+            page_offsets,
+            kv_lengths.contiguous(),
+            k.offsets.contiguous(),
+        )
+        if is_ragged not in prepared:
+            prepared[is_ragged] = _prepare(*arrays, *rotation)
+        out = prepared[is_ragged](*arrays)
+        return (k_pages, v_pages) if q is None else (k_pages, v_pages, q.with_values(out))
+
+    return append
+
+
+def _rotation_of(call: Any) -> tuple[float, bool]:
+    """Return the ratio of the rates of consecutive pairs, 0 without rotation; and `interleaved`."""
+    if call.rope is None:
+        return 0.0, False
+    return float(call.rope.theta) ** (-2 / call.k.values.shape[-1]), bool(call.rope.interleaved)
 
 
 def _run_operator(
@@ -349,8 +406,9 @@ def _run_operator(
     base: float,
     interleaved: bool,
 ) -> torch.Tensor:
-    arguments = k_pages, v_pages, k, v, q, pages, page_offsets, kv_lengths, offsets
-    out = _append(*arguments, base, interleaved)
+    indices = (x.contiguous() for x in (pages, page_offsets, kv_lengths, offsets))
+    arrays = k_pages, v_pages, k, v, q, *indices
+    out = _prepare(*arrays, base, interleaved)(*arrays)
     return k.new_empty(0) if out is None else out
 
 

@@ -72,7 +72,7 @@ _PREFILL_ROWS = 128
 _OTHER_MEMORY = 16 << 10
 
 
-def _fit(tile: _Tile, bytes_per_key: int, shared_memory: int) -> _Tile:
+def _shrink(tile: _Tile, bytes_per_key: int, shared_memory: int) -> _Tile:
     """Return the tile with as many stages, and then columns, as the shared memory has room for."""
     while tile.columns * bytes_per_key * (tile.num_stages - 1) + _OTHER_MEMORY > shared_memory > 0:
         if tile.num_stages > 2:
@@ -181,7 +181,7 @@ class Spec(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What the metadata of the arrays determines, besides their sizes."""
+    """Metadata of a call that determines its kernels."""
 
     device: torch.device
     dtype: torch.dtype
@@ -228,8 +228,8 @@ class _LaunchConfig:
         self.has_prefill = used > self.rows
         self.used = min(used, self.rows)
         bytes_per_key = (block_d + block_dv) * shape.cache_dtype.itemsize
-        decode = _fit(_DECODE_TILES[key], bytes_per_key, device.shared_memory)
-        prefill = _fit(
+        decode = _shrink(_DECODE_TILES[key], bytes_per_key, device.shared_memory)
+        prefill = _shrink(
             _PREFILL_TILES[key],
             bytes_per_key,
             device.shared_memory - _PREFILL_ROWS * block_d * shape.dtype.itemsize * 2,

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .constants import INITIAL_MAX, LN2, LOG2E
-from .portable import _tanh
+from .portable import tanh
 
 UNSPECIALIZED = (
     "n",
@@ -136,12 +136,12 @@ def _attend(
 ):
     """Add the keys [begin, end) of a row to the online softmax of a tile of its queries.
 
-    `begin` is a multiple of BLOCK_N, and K, V and PAGES are those of the row and the first head.
+    `begin` is a multiple of BLOCK_N; K, V and PAGES point to the row and to the first head.
     Query m is aligned with key ``position[m]`` and belongs to key head ``m // ROWS`` of the tile.
     A block has BLOCK_N keys of HEADS heads, which are adjacent in memory; column c is key
     ``c // HEADS`` of head ``c % HEADS``. Products of a query with another head are masked. That
     wastes products, of which decoding has plenty, and reads memory in long runs. With SUM_LATER the
-    caller sums `row_sum` over the columns, which may be those of several warps.
+    caller sums `row_sum` over the columns, which several warps may hold.
     """
     column = tl.arange(0, BLOCK_N * HEADS)
     BLOCK_M: tl.constexpr = q.shape[0]
@@ -161,7 +161,7 @@ def _attend(
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if SOFTCAP:
-            scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
         else:
             scores = scores * (scale * LOG2E)
         token = start + (column // HEADS)[None, :]
@@ -247,7 +247,7 @@ def _store_results(
 ):
     """Store the output and the natural log-sum-exp of a tile of queries.
 
-    OUT and LSE are those of the first query.
+    OUT and LSE point to the first query.
     """
     offs_d = tl.arange(0, BLOCK_DV)
     query, head, row = _query_rows(first_head, HEADS, GROUP, ROWS)

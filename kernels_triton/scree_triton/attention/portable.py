@@ -104,7 +104,8 @@ def _store_tile(
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
+    """Return the hyperbolic tangent."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 
@@ -201,7 +202,7 @@ def _forward_step(
     k = _load_tile(K, start_n, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D, MASK)
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
-        qk = _tanh(qk * (scale / softcap))
+        qk = tanh(qk * (scale / softcap))
         factor = softcap * LOG2E
     else:
         factor = scale * LOG2E
@@ -441,7 +442,7 @@ def _score_gradient(
     if ALIBI:
         lse += slope * _distance(offs_m, offs_n, diagonal_offset)
     if SOFTCAP:
-        qk = _tanh(qk * (scale / softcap))
+        qk = tanh(qk * (scale / softcap))
         p = tl.exp2(qk * (softcap * LOG2E) - lse)
     else:
         p = tl.exp2(qk * (scale * LOG2E) - lse)

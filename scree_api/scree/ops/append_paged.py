@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,12 @@ from .segment import append_axes
 
 __all__ = ["append_paged"]
 
-ROPE_OPTIONS = ("theta", "interleaved")
+
+class RopeOptions(NamedTuple):
+    """Options of `rope` for the keys and queries of `append_paged`."""
+
+    theta: float = 10000.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class AppendPagedCall:
     page_table
         (n, None) ragged page numbers.
     rope
-        None, or the options of `rope`.
+        None, or `RopeOptions`.
     """
 
     k_pages: Any
@@ -44,7 +49,7 @@ class AppendPagedCall:
     page_table: Any
     kv_lengths: Any
     q: Array | None = None
-    rope: Mapping[str, Any] | None = None
+    rope: RopeOptions | None = None
 
     def __post_init__(self) -> None:
         k, v = self.k, self.v
@@ -81,12 +86,7 @@ class AppendPagedCall:
                 raise ValueError(
                     f"kv_lengths: expected lengths that count the new tokens, got {lengths[long[0]]} for row {long[0]}"
                 )
-        if self.rope is not None:
-            if not isinstance(self.rope, Mapping) or not {*self.rope} <= {*ROPE_OPTIONS}:
-                raise TypeError(
-                    f"rope: expected a dictionary with some of the keys {ROPE_OPTIONS}, got {self.rope!r}"
-                )
-        elif self.q is not None:
+        if self.rope is None and self.q is not None:
             raise TypeError("q: expected None without rope, which rotates q; got an array")
         if self.q is not None:
             check_heads("q", self.q)
@@ -159,8 +159,25 @@ def append_paged(
            [0., 0.],
            [0., 1.]])
     """
-    call = AppendPagedCall(k_pages, v_pages, k, v, page_table, kv_lengths, q, rope)
-    return _append_paged.run_call(call, kernel)  # type: ignore[no-any-return]
+    arrays = {
+        "k": k,
+        "v": v,
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": page_table,
+        "kv_lengths": kv_lengths,
+    }
+    options = {"rope": None if rope is None else _rope_options(rope)}
+    return _append_paged.run(arrays, options, kernel)  # type: ignore[no-any-return]
+
+
+def _rope_options(rope: Any) -> RopeOptions:
+    if not isinstance(rope, Mapping) or not {*rope} <= {*RopeOptions._fields}:
+        raise TypeError(
+            f"rope: expected a dictionary with some of the keys {RopeOptions._fields}, got {rope!r}"
+        )
+    return RopeOptions(**rope)
 
 
 @define_operation("append_paged", AppendPagedCall)
@@ -171,9 +188,9 @@ def _append_paged(call: AppendPagedCall) -> tuple[Any, ...]:
     q = call.q
     if call.rope is not None:
         if q is None:
-            k = apply_rope(k, start=start, **call.rope)
+            k = apply_rope(k, start=start, **call.rope._asdict())
         else:
-            q, k = apply_rope(q, k, start=start, **call.rope)
+            q, k = apply_rope(q, k, start=start, **call.rope._asdict())
     if 0 not in (layout.total, table.total_length):
         positions = layout.positions + layout.per_token(start)
         entries = layout.per_token(table.offsets[:-1]) + positions // size
