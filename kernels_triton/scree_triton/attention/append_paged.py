@@ -8,10 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+import scree
+
 from ..norms.rope import angles, load_pairs, rotate_and_store
 from ..runtime.autograd import needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
+from ..runtime.fallback import fallback_note, falls_back_to
 from ..runtime.launch import (
     Launch,
     Number,
@@ -334,6 +337,11 @@ def rejects(call: Any) -> str | None:
     return None
 
 
+def note(call: Any) -> str | None:
+    """Return why another implementation replaces the kernel; None if none does."""
+    return fallback_note(__name__, call.k.values.dtype)
+
+
 def append_paged(call: Any) -> tuple[Any, ...]:
     """Compute an `AppendPagedCall`."""
     q, values = call.q, (call.k.values, call.v.values, None if call.q is None else call.q.values)
@@ -393,6 +401,27 @@ def _rotation_of(call: Any) -> tuple[float, bool]:
     return float(call.rope.theta) ** (-2 / call.k.values.shape[-1]), bool(call.rope.interleaved)
 
 
+def _standard(
+    k_pages, v_pages, k, v, q, pages, page_offsets, kv_lengths, offsets, base, interleaved
+):
+    """Compute the operator without kernels; see `_run_operator`."""
+    rows = scree.Array(k, offsets)
+    rope = {"theta": base ** (-k.shape[2] / 2), "interleaved": interleaved} if base else None
+    _, _, *rotated = scree.append_paged(
+        k_pages,
+        v_pages,
+        rows,
+        rows.with_values(v),
+        scree.Array(pages, page_offsets),
+        kv_lengths,
+        q=None if q is None else rows.with_values(q),
+        rope=rope,
+        kernel="standard",
+    )
+    return rotated[0].values if rotated else k.new_empty(0)
+
+
+@falls_back_to(_standard)
 def _run_operator(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,

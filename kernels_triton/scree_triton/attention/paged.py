@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+import scree
+
 from ..runtime.autograd import needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
+from ..runtime.fallback import fallback_note, falls_back_to
 from ..runtime.launch import (
     Launch,
     Number,
@@ -475,6 +478,11 @@ def rejects(call: Any) -> str | None:
     return None
 
 
+def note(call: Any) -> str | None:
+    """Return why another implementation replaces a kernel; None if none does."""
+    return fallback_note(__name__, call.q.values.dtype)
+
+
 def paged_attention(call: Any) -> Any:
     """Compute a `PagedAttentionCall`."""
     q, table = call.q, call.page_table
@@ -636,6 +644,33 @@ def _spec_of(call: Any) -> Spec:
     )
 
 
+def _standard(
+    q, k, v, pages, page_offsets, kv_lengths, q_offsets, slopes, k_scale, v_scale, max_length, left,
+    right, scale, softcap, value_scale, split_size, return_lse,
+):  # fmt: skip
+    """Compute the operator without kernels; see `_run_operator`."""
+    result = scree.paged_attention(
+        scree.Array(q, q_offsets, max_length=max_length),
+        k,
+        v,
+        scree.Array(pages, page_offsets),
+        kv_lengths,
+        causal=False,  # the window has the causal mask
+        window=tuple(None if side >= UNBOUNDED else side for side in (left, right)),
+        scale=scale,
+        softcap=softcap or None,
+        alibi_slopes=slopes,
+        k_scale=k_scale,
+        v_scale=value_scale if v_scale is None else v_scale,
+        return_lse=return_lse,
+        kernel="standard",
+    )
+    if return_lse:
+        return tuple(x.values for x in result)
+    return result.values, q.new_empty(0, dtype=torch.float32)
+
+
+@falls_back_to(_standard)
 def _run_operator(
     q: torch.Tensor,
     k: torch.Tensor,
