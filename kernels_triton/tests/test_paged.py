@@ -19,6 +19,7 @@ CASES = {
     "empty rows": ((1, 0, 1), (0, 200, 70), 4, 2, 16, 16, 4, {"causal": False}),
     "grouped heads and odd widths": ((1,) * 4, (300, 2, 1, 1), 6, 2, 24, 40, 16, {}),
     "decoding and prefill": ((1, 7, 200, 1), (300, 7, 264, 9), 4, 2, 16, 16, 32, {}),
+    "prefill of three heads per key head": ((50, 90), (60, 90), 6, 2, 16, 16, 16, {}),
     "pages of one token": ((3, 2), (90, 20), 4, 4, 16, 16, 1, {}),
     "pages of 24 tokens": ((1, 2), (90, 20), 4, 4, 16, 16, 24, {}),
     "window": ((1, 7, 30), (300, 7, 64), 4, 2, 16, 16, 16, {"window": 20, "softcap": 5.0}),
