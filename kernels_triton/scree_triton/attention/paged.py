@@ -31,6 +31,8 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Rows of the tile of queries of `decode_kernel`: at least what a matrix product takes, and at most
 #: what the registers hold beside the keys.
 _MIN_ROWS, _MAX_ROWS, _MAX_SHARED_ROWS = 16, 64, 8
+#: Rows up to which CTAs of `decode_kernel` have one key head each.
+_FEW_ROWS = 8
 #: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
 _ROWS_AT_A_TIME = (16, 64, 256, 1024)
 #: Parts that `combine_kernel` loads at a time, for few rows and for many, and elements at most.
@@ -218,6 +220,8 @@ class _Shape(NamedTuple):
     is_scaled: bool
     has_pairs: bool
     """Whether both caches have 8 bits per number, and values can be loaded in pairs."""
+    shares_heads: bool
+    """Whether a CTA of `decode_kernel` may take several key heads."""
     max_length: int
     """A bound on the queries per row, at most `_MAX_ROWS`."""
     rows_at_a_time: int
@@ -242,11 +246,12 @@ class _LaunchConfig:
         used = shape.max_length * group
         if used <= _MAX_ROWS and not spec.split_size:
             self.rows = max(self.rows, triton.next_power_of_2(used))
-        # A CTA with several heads reads longer runs of memory.
+        # A CTA with several heads reads longer runs of memory. Few rows have fewer parts without it.
         heads_per_cta = next(
             h
             for h in (8, 4, 2, 1)
-            if shape.kv_heads % h == 0 and (h == 1 or h * self.rows <= _MAX_SHARED_ROWS)
+            if shape.kv_heads % h == 0
+            and (h == 1 or shape.shares_heads and h * self.rows <= _MAX_SHARED_ROWS)
         )
         self.rows = max(self.rows, _MIN_ROWS // heads_per_cta)
         self.has_prefill = used > self.rows
@@ -498,6 +503,7 @@ def _select(
         has_slopes,
         is_scaled,
         _has_pairs(q, k, v),
+        bool(spec.split_size) or n > _FEW_ROWS,
         min(max_length, _MAX_ROWS + 1),
         next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
         n > _ROWS_AT_A_TIME[-1],

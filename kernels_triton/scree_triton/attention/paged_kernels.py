@@ -108,6 +108,7 @@ def _attend(
     K,
     V,
     PAGES,
+    page,
     begin,
     end,
     position,
@@ -140,7 +141,9 @@ def _attend(
 ):
     """Add the keys [begin, end) of a row to the online softmax of a tile of its queries.
 
-    `begin` is a multiple of BLOCK_N; K, V and PAGES point to the row and to the first head.
+    `begin` is a multiple of BLOCK_N; K, V and PAGES point to the row and to the first head. `page` is
+    the result of `_load_pages` for the first block. Pages are loaded one block ahead, so that the
+    loads of keys and values do not wait for them.
     Query m is aligned with key ``position[m]`` and belongs to key head ``m // ROWS`` of the tile.
     A block has BLOCK_N keys of HEADS heads, which are adjacent in memory; column c is key
     ``c // HEADS`` of head ``c % HEADS``. Products of a query with another head are masked. That
@@ -156,8 +159,6 @@ def _attend(
         VALUE = V.dtype.element_ty
         V = V.to(tl.pointer_type(tl.int16))
         acc, acc_odd = tl.split(tl.reshape(acc, BLOCK_M, BLOCK_DV // 2, 2))
-    # Loaded one block ahead, so that the loads of keys and values do not wait for the page.
-    page = _load_pages(PAGES, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
     for start in range(begin, end, BLOCK_N):
         next_page = _load_pages(PAGES, start + BLOCK_N, end, HEADS, BLOCK_N, PAGE_SIZE)
         k = _load_block(
@@ -562,6 +563,10 @@ def decode_kernel(
             before = _first_block(kv_length, q_length, window_left, HAS_LEFT, BLOCK_N)
             begin = (before + (unit - first) * blocks) * BLOCK_N
             end = (before + (stop - first) * blocks) * BLOCK_N
+            end = tl.minimum(end, kv_length)
+            # All pages are requested before the kernel waits for the queries.
+            pages = PAGES + _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
+            page = _load_pages(pages, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
             q = _load_queries(
                 Q + q_start * stride_qt, q_length * GROUP, head, stride_qt, stride_qh,
                 HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_D,
@@ -577,9 +582,10 @@ def decode_kernel(
                 q,
                 K + keys * stride_kt,
                 V + keys * stride_vt,
-                PAGES + _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED),
+                pages,
+                page,
                 begin,
-                tl.minimum(end, kv_length),
+                end,
                 kv_length - q_length + query,
                 slope,
                 stride_kp,
@@ -742,9 +748,10 @@ def combine_kernel(
         is_cut &= (first >= _first_unit(total, slot, slots)) & (first < end)
     q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
     q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
+    if PDL:
+        # All CTAs wait: the kernel after this one may start when this one has ended.
+        gdc_wait()
     if is_cut:
-        if PDL:
-            gdc_wait()
         offs_d = tl.arange(0, BLOCK_DV)
         is_row = query_row < q_length * GROUP
         acc = tl.zeros([TILE, BLOCK_DV], tl.float32)
@@ -975,6 +982,7 @@ def prefill_kernel(
                 K,
                 V,
                 pages,
+                _load_pages(pages, low, high, 1, BLOCK_N, PAGE_SIZE),
                 low,
                 high,
                 position,
