@@ -160,7 +160,7 @@ def check_dense(run, q, k, v, **expected):
     for i, like in ((0, q), (2, q), (3, k), (4, v)):
         shape = batch, like.shape[2], like.shape[1], like.shape[3]
         exact[i] = exact[i].reshape(shape).transpose(0, 2, 1, 3)
-    exact[1] = exact[1].reshape(-1, batch, length_q).transpose(1, 0, 2)
+    exact[1] = exact[1].reshape(q.shape[1], batch, length_q).transpose(1, 0, 2)
     if lse is None:
         del exact[1]
         check((out, *gradients), exact)
