@@ -39,6 +39,7 @@ KERNELS: dict[str, KernelEntry] = {
     "log_softmax": KernelEntry("segments.softmax", lambda call: call.x.values),
     "logsumexp": KernelEntry("segments.softmax", lambda call: call.x.values),
     "mark": KernelEntry("layout.scatter_indices", lambda call: call.mask),
+    "merge_attention": KernelEntry("attention.merge", lambda call: call.values),
     "offsets": KernelEntry("layout.offsets", lambda call: call.lengths),
     "pad": KernelEntry("layout.interface", lambda call: call.arr.values, "pad"),
     "paged_attention": KernelEntry("attention.paged", lambda call: call.q.values),

@@ -116,6 +116,109 @@ def test_lengths_of_many_rows_are_read_in_parts(monkeypatch):
     test_paged_attention("some rows", torch.float32)
 
 
+@pytest.fixture
+def cut_prefill(monkeypatch):
+    """Cut the keys of every tile of a prefill into four parts of at least 64 keys."""
+    monkeypatch.setattr(paged, "_MIN_PREFILL_PART", 64)
+    monkeypatch.setattr(paged._LaunchConfig, "prefill_parts", lambda self, programs: 4)
+    paged._launch_config.cache_clear()
+    yield
+    paged._launch_config.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"window": 90}, {"causal": False}, {"softcap": 5.0}])
+def test_prefill_cuts_long_keys(options, dtype, cut_prefill):
+    """Rows without keys, with one part, with several, and rows that are decoded."""
+    q_lengths, kv_lengths = (40, 1, 70, 0, 200, 33), (300, 200, 70, 3, 420, 90)
+    caches, table, lengths, rows = make_cache(kv_lengths, 16, 2, (16, 24), dtype)
+    q, queries = make_queries(q_lengths, 4, 16, dtype)
+    got = scree.paged_attention(
+        q, *caches, table, lengths, return_lse=True, kernel="triton", **options
+    )
+    check(got, queries, *rows, dtype, options)
+
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**30, 2.0**-30])
+@pytest.mark.parametrize("width", [16, 17])
+@pytest.mark.parametrize("cache_dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bit_caches(dtype, cache_dtype, width, size):
+    """The values are loaded in pairs where their width is even; queries may exceed float16."""
+    if dtype == torch.float16:
+        size = 1.0
+    kv_lengths, q_lengths = (300, 2, 64, 90), (1, 1, 30, 0)
+    caches, table, lengths, rows = make_cache(kv_lengths, 16, 2, (16, width), cache_dtype)
+    q, _ = make_queries(q_lengths, 4, 16, dtype)
+    q = q.with_values(q.values * size)
+    queries = np.split(q.values.double().cpu().numpy(), np.cumsum(q_lengths))[:-1]
+    options = {"scale": 0.25 / size}
+    got = scree.paged_attention(
+        q, *caches, table, lengths, return_lse=True, kernel="triton", **options
+    )
+    check(got, [row / size for row in queries], *rows, dtype, {})
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_shared_pages_give_the_numbers_of_separate_pages(first, is_dense):
+    """The pages after the shared ones begin at any alignment."""
+    dtype, lengths = torch.float32, (90, 80, 100, 70)
+    caches, table, kv_lengths, rows = make_cache(lengths, 16, 2, (16, 16), dtype)
+    numbers = [
+        row.tolist() for row in np.split(table.values.cpu().numpy(), table.offsets[1:-1].cpu())
+    ]
+    for row in numbers[1:]:
+        row[:first] = numbers[0][:first]
+    for part in rows:
+        for row in part[1:]:
+            row[: 16 * first] = part[0][: 16 * first]
+    counts = [len(row) for row in numbers]
+    flat = torch.tensor(np.concatenate(numbers), dtype=torch.int32, device=DEVICE)
+    table = scree.from_lengths(flat, counts)
+    if is_dense:
+        table = scree.to_padded(table, fill_value=-1)[0]
+    q, queries = make_queries((1, 3, 1, 2), 4, 16, dtype)
+    levels = [([0, 4], [first])]
+    got = scree.paged_attention(
+        q, *caches, table, kv_lengths, shared_pages=levels, return_lse=True, kernel="triton"
+    )
+    check(got, queries, *rows, dtype, {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(3, 0, 2), (0,), ()], ids=str)
+def test_merge_attention(lengths, dtype):
+    total = sum(lengths)
+    like = scree.from_lengths(draw(total, 3, 20, dtype=dtype, seed=0), list(lengths))
+    outputs = [like, like.with_values(draw(total, 3, 20, dtype=dtype, seed=1))]
+    lses = [like.with_values(draw(total, 3, dtype=torch.float32, seed=i) * 5) for i in (2, 3)]
+    if total:
+        for x, lse in zip(outputs, lses):
+            lse.values[0] = lse.values[1, 0] = -torch.inf
+            x.values[0, 0] = torch.nan  # not seen
+    got = scree.merge_attention(outputs, lses, kernel="triton")
+    (a, b), (x, y) = (
+        [z.values.double().cpu().numpy() for z in arrays] for arrays in (lses, outputs)
+    )
+    lse = np.logaddexp(a, b)
+    with np.errstate(invalid="ignore"):
+        weights = [np.nan_to_num(np.exp(z - lse))[..., None] for z in (a, b)]
+    expected_out = sum(w * np.nan_to_num(z) for w, z in zip(weights, (x, y)))
+    np.testing.assert_allclose(got[1].values.cpu().numpy(), lse, rtol=1e-5, atol=1e-5)
+    tolerance = TOLERANCES[dtype]
+    np.testing.assert_allclose(
+        got[0].values.double().cpu().numpy(), expected_out, rtol=tolerance, atol=tolerance
+    )
+    dense = scree.merge_attention(
+        [x.values for x in outputs], [x.values for x in lses], kernel="triton"
+    )
+    assert torch.equal(dense[0], got[0].values)
+
+
 def test_dense_table_and_repeated_calls_give_the_same_bits():
     caches, table, lengths, _ = make_cache((90, 3, 40), 16, 2, (16, 16), torch.float32)
     q, _ = make_queries((1, 1, 1), 4, 16, torch.float32)

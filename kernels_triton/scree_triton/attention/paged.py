@@ -24,7 +24,7 @@ from ..runtime.launch import (
     on_device,
 )
 from .launch_configs import AttentionSpec, allows_tf32
-from .paged_kernels import combine_kernel, decode_kernel, prefill_kernel
+from .paged_kernels import combine_kernel, combine_prefill_kernel, decode_kernel, prefill_kernel
 from .tile_scheduler import UNBOUNDED
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -71,6 +71,9 @@ _PREFILL_TILES = {
     (4, 256): _Tile(16, 8, 2),
 }
 _PREFILL_ROWS = 128
+#: CTAs that share the keys of a tile of queries at most, keys of each at least, and rows of a CTA
+#: that combines their results.
+_MAX_PREFILL_PARTS, _MIN_PREFILL_PART, _COMBINED_ROWS = 16, 512, 16
 #: Shared memory for queries and for products that warps exchange.
 _OTHER_MEMORY = 16 << 10
 
@@ -152,6 +155,7 @@ class PrefillArgs:
     V_SCALE: Pointer
     OUT: Pointer
     LSE: Pointer
+    PARTIAL: Pointer
     stride_qt: Stride
     stride_qh: Stride
     stride_kp: Stride
@@ -168,6 +172,21 @@ class PrefillArgs:
     softcap: Number
     value_scale: Number
     table_width: Number
+
+
+@launch_args
+class CombinePrefillArgs:
+    """Arguments of `combine_prefill_kernel`."""
+
+    KV_LENGTHS: Pointer
+    Q_OFFSETS: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    PARTIAL: Pointer
+    n: Number
+    bisections: Number
+    window_left: Number
+    window_right: Number
 
 
 class Spec(NamedTuple):
@@ -197,6 +216,8 @@ class _Shape(NamedTuple):
     is_table_ragged: bool
     has_slopes: bool
     is_scaled: bool
+    has_pairs: bool
+    """Whether both caches have 8 bits per number, and values can be loaded in pairs."""
     max_length: int
     """A bound on the queries per row, at most `_MAX_ROWS`."""
     rows_at_a_time: int
@@ -256,6 +277,7 @@ class _LaunchConfig:
             SOFTCAP=spec.softcap > 0,
             ALIBI=shape.has_slopes,
             SCALED=shape.is_scaled,
+            IS_NARROW=shape.dtype == torch.bfloat16 and shape.cache_dtype in _FLOAT8,
             WRITE_LSE=spec.return_lse,
         )
         schedule = dict(
@@ -280,6 +302,7 @@ class _LaunchConfig:
             | dict(ROWS=self.rows, BLOCK_N=block_n)
             | options
             | schedule
+            | dict(PAIRS=shape.has_pairs)
             | last
             | dict(PDL=device.supports_pdl),
             dict(num_warps=decode.num_warps, num_stages=decode.num_stages),
@@ -308,16 +331,34 @@ class _LaunchConfig:
             args=CombineArgs,
         )
         self.queries = _PREFILL_ROWS // group
-        self.prefill = Launch(
-            prefill_kernel,
-            heads
-            | dims
-            | dict(DECODE_ROWS=self.rows, BLOCK_M=_PREFILL_ROWS, BLOCK_N=prefill.columns)
-            | options
-            | last,
-            dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
-            args=PrefillArgs,
-        )
+        self.sm_count = device.sm_count
+        tiles = dict(DECODE_ROWS=self.rows, BLOCK_M=_PREFILL_ROWS, BLOCK_N=prefill.columns)
+        combined = dict(HEAD_DIM_V=shape.head_dim_v, BLOCK_DV=block_dv)
+        combined_options = {x: options[x] for x in ("HAS_LEFT", "HAS_RIGHT", "WRITE_LSE")}
+
+        @cache
+        def prefill_launches(parts: int) -> tuple[Launch, Launch]:
+            cut = dict(PARTS=parts, MIN_PART=_MIN_PREFILL_PART)
+            return Launch(
+                prefill_kernel,
+                heads | dims | tiles | options | cut | last,
+                dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
+                args=PrefillArgs,
+            ), Launch(
+                combine_prefill_kernel,
+                heads | combined | tiles | combined_options | cut | dict(TILE=_COMBINED_ROWS),
+                dict(num_warps=4),
+                args=CombinePrefillArgs,
+            )
+
+        self.prefill_launches = prefill_launches
+
+    def prefill_parts(self, programs: int) -> int:
+        """Return the parts into which the keys are cut, a power of two, so that no SM is idle."""
+        if self.spec.split_size or not programs:
+            return 1
+        parts = 2 * self.sm_count // programs
+        return min(_MAX_PREFILL_PARTS, 1 << max(parts.bit_length() - 1, 0))
 
     def prepare(
         self,
@@ -364,8 +405,20 @@ class _LaunchConfig:
         decode_args = bind_args(DecodeArgs, slots=slots, **numbers)
         prefill_args = bind_args(PrefillArgs, bisections=n.bit_length(), **numbers)
         combine_args = bind_args(CombineArgs, n=n, slots=slots, window_left=spec.left)
-        prefill, decode, combine = self.prefill, self.decode, self.combine
+        combine_prefill_args = bind_args(
+            CombinePrefillArgs,
+            n=n,
+            bisections=n.bit_length(),
+            window_left=spec.left,
+            window_right=spec.right,
+        )
+        decode, combine = self.decode, self.combine
         prefill_programs = (total // self.queries + n) * shape.kv_heads if self.has_prefill else 0
+        prefill_parts = self.prefill_parts(prefill_programs)
+        prefill, combine_prefill = self.prefill_launches(prefill_parts)
+        prefill_size = 0
+        if prefill_parts > 1:
+            prefill_size = prefill_programs * prefill_parts * _PREFILL_ROWS * (dim_v + 4)
         decode_programs = self.ctas
         combine_programs = (n if self.by_row else slots) * shape.kv_heads * self.tiles
 
@@ -400,19 +453,15 @@ class _LaunchConfig:
                 OUT=out,
                 LSE=out if lse is None else lse,
             )
+            results = dict(KV_LENGTHS=kv_lengths, Q_OFFSETS=q_offsets, OUT=out, LSE=arrays["LSE"])
             if prefill_programs:
-                prefill(prefill_programs, prefill_args(**arrays))
+                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else out
+                prefill(prefill_programs * prefill_parts, prefill_args(PARTIAL=cut, **arrays))
+                if prefill_size:
+                    programs = prefill_programs * (_PREFILL_ROWS // _COMBINED_ROWS)
+                    combine_prefill(programs, combine_prefill_args(PARTIAL=cut, **results))
             decode(decode_programs, decode_args(PARTIAL=partial, **arrays))
-            combine(
-                combine_programs,
-                combine_args(
-                    KV_LENGTHS=kv_lengths,
-                    Q_OFFSETS=q_offsets,
-                    OUT=out,
-                    LSE=arrays["LSE"],
-                    PARTIAL=partial,
-                ),
-            )
+            combine(combine_programs, combine_args(PARTIAL=partial, **results))
             return out, lse
 
         return on_device(self.index, run)
@@ -448,11 +497,21 @@ def _select(
         is_table_ragged,
         has_slopes,
         is_scaled,
+        _has_pairs(q, k, v),
         min(max_length, _MAX_ROWS + 1),
         next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
         n > _ROWS_AT_A_TIME[-1],
     )
     return _launch_config(shape, spec, allows_tf32(q.dtype))
+
+
+def _has_pairs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return (
+        q.dtype.itemsize == 2
+        and k.dtype.itemsize == v.dtype.itemsize == 1
+        and not (v.storage_offset() % 2 or v.shape[-1] % 2)
+        and all(stride % 2 == 0 for stride in v.stride()[:-1])
+    )
 
 
 def rejects(call: Any) -> str | None:
@@ -463,7 +522,7 @@ def rejects(call: Any) -> str | None:
     for x in (k, v):
         if x.dtype != q.dtype and x.dtype not in _FLOAT8:
             return f"the Triton kernels take caches in float8_e4m3fn or float8_e5m2, not {x.dtype}"
-        if x.dtype in _FLOAT8 and (INTERPRETED or device_info(q.device).capability < (8, 9)):
+        if x.dtype in _FLOAT8 and not INTERPRETED and device_info(q.device).capability < (8, 9):
             return "the Triton kernels take 8-bit caches from compute capability 8.9 (Ada) on"
     dims = q.shape[2], v.shape[3]
     if not all(16 <= dim <= 256 for dim in dims):
@@ -583,7 +642,7 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         else:
             k_scale = v_scale = None
         if is_ragged:
-            pages, offsets = page_table.values.contiguous(), page_table.offsets.contiguous()
+            pages, offsets = _aligned(page_table.values), page_table.offsets.contiguous()
         else:
             pages, offsets = page_table, None
             if pages.stride(1) != 1:
@@ -606,6 +665,12 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         return out if lse is None else (out, q.from_layout(lse, q.layout))
 
     return attend
+
+
+def _aligned(pages: torch.Tensor) -> torch.Tensor:
+    """Return page numbers at a multiple of 16 bytes: the least aligned pointer counts for all."""
+    pages = pages.contiguous()
+    return pages.clone() if pages.data_ptr() % 16 else pages
 
 
 def _as_float32(x: torch.Tensor) -> torch.Tensor:
@@ -694,7 +759,7 @@ def _run_operator(
     spec = Spec(left, right, scale, softcap, value_scale, split_size, return_lse)
     has_scales, n = k_scale is not None, q_offsets.shape[0] - 1
     config = _select(q, k, v, True, slopes is not None, has_scales, max_length, n, spec)
-    pages = pages.contiguous()
+    pages = _aligned(pages)
     out, lse = config.prepare(q, k, v, pages, True, n)(
         q,
         k,

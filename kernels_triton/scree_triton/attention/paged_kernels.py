@@ -10,6 +10,9 @@ that it holds completely, and partial results of its first and its last row othe
 `combine_kernel` adds them up by their log-sum-exp. This is stream-K (Osama et al., 2023,
 arXiv:2301.03598) for the split keys of FlashDecoding (Dao et al., 2023).
 
+`prefill_kernel` has one CTA per tile of queries and key head, or PARTS of them if that leaves most
+of the device idle. `combine_prefill_kernel` adds up their parts.
+
 With SPLIT > 0 a unit has that many blocks of one row, and all partial results are kept. Then the
 bits of a row do not depend on the other rows.
 
@@ -132,6 +135,7 @@ def _attend(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SUM_LATER: tl.constexpr,
+    PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add the keys [begin, end) of a row to the online softmax of a tile of its queries.
@@ -141,12 +145,17 @@ def _attend(
     A block has BLOCK_N keys of HEADS heads, which are adjacent in memory; column c is key
     ``c // HEADS`` of head ``c % HEADS``. Products of a query with another head are masked. That
     wastes products, of which decoding has plenty, and reads memory in long runs. With SUM_LATER the
-    caller sums `row_sum` over the columns, which several warps may hold.
+    caller sums `row_sum` over the columns, which several warps may hold. With PAIRS values of 8 bits
+    are loaded in pairs, because `ldmatrix` transposes no smaller elements than 16 bits.
     """
     column = tl.arange(0, BLOCK_N * HEADS)
     BLOCK_M: tl.constexpr = q.shape[0]
     if HEADS > 1:
         own_head = (tl.arange(0, BLOCK_M) // ROWS)[:, None] == (column % HEADS)[None, :]
+    if PAIRS:
+        VALUE = V.dtype.element_ty
+        V = V.to(tl.pointer_type(tl.int16))
+        acc, acc_odd = tl.split(tl.reshape(acc, BLOCK_M, BLOCK_DV // 2, 2))
     # Loaded one block ahead, so that the loads of keys and values do not wait for the page.
     page = _load_pages(PAGES, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
     for start in range(begin, end, BLOCK_N):
@@ -155,10 +164,18 @@ def _attend(
             K, page, start, end, stride_kp, stride_kt, stride_kh, HEADS, HEAD_DIM, BLOCK_D,
             BLOCK_N, PAGE_SIZE,
         )  # fmt: skip
-        v = _load_block(
-            V, page, start, end, stride_vp, stride_vt, stride_vh, HEADS, HEAD_DIM_V, BLOCK_DV,
-            BLOCK_N, PAGE_SIZE,
-        )  # fmt: skip
+        if PAIRS:
+            pair = _load_block(
+                V, page, start, end, stride_vp // 2, stride_vt // 2, stride_vh // 2, HEADS,
+                HEAD_DIM_V // 2, BLOCK_DV // 2, BLOCK_N, PAGE_SIZE,
+            )  # fmt: skip
+            v = (pair & 0xFF).to(tl.int8).to(VALUE, bitcast=True)
+            v_odd = (pair >> 8).to(tl.int8).to(VALUE, bitcast=True)
+        else:
+            v = _load_block(
+                V, page, start, end, stride_vp, stride_vt, stride_vh, HEADS, HEAD_DIM_V, BLOCK_DV,
+                BLOCK_N, PAGE_SIZE,
+            )  # fmt: skip
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
@@ -184,8 +201,13 @@ def _attend(
         else:
             row_sum = row_sum * alpha + tl.sum(p, 1)
         row_max = new_max
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+        p = p.to(q.dtype)
+        acc = tl.dot(p, v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+        if PAIRS:
+            acc_odd = tl.dot(p, v_odd.to(q.dtype), acc_odd * alpha[:, None])
         page = next_page
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
     return acc, row_max, row_sum
 
 
@@ -225,6 +247,42 @@ def _load_queries(
     offset = query.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
     mask = (row < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     return tl.load(Q + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _as_float16(q):
+    """Return queries in float16, each divided by a power of two, and these powers, (rows, 1).
+
+    Hopper converts 8-bit keys to float16 in one instruction, and to bfloat16 in many. The division
+    keeps queries beyond the range of float16.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.clamp(exponent.to(tl.float32, bitcast=True), 2.0**-100, 2.0**100)[:, None]
+    return (q.to(tl.float32) / power).to(tl.float16), power
+
+
+@triton.jit
+def _store_partial(
+    partial,
+    acc,
+    row_max,
+    row_sum,
+    value_scale,
+    is_row,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Store the results of a part of the keys, followed by the log-sum-exp in base 2."""
+    offs_dv = tl.arange(0, BLOCK_DV)
+    weight = tl.where(row_sum > 0, row_sum, 1.0)
+    tl.store(
+        partial[:, None] + offs_dv[None, :],
+        acc * (value_scale / weight)[:, None],
+        mask=is_row[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+    )
+    lse = tl.where(row_sum > 0, row_max + tl.log2(weight), -float("inf"))
+    tl.store(partial + HEAD_DIM_V, lse, mask=is_row)
 
 
 @triton.jit
@@ -430,11 +488,13 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SCALED: tl.constexpr,
+    IS_NARROW: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     SPLIT: tl.constexpr,
     IS_PAGED: tl.constexpr,
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
+    PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -480,7 +540,6 @@ def decode_kernel(
     )
     if PDL:
         gdc_launch_dependents()
-    offs_dv = tl.arange(0, BLOCK_DV)
     query, query_head, query_row = _query_rows(head, HEADS, GROUP, ROWS)
     slope = tl.load(SLOPES + query_head) * LOG2E if ALIBI else query.to(tl.float32)
     if SCALED:
@@ -507,6 +566,10 @@ def decode_kernel(
                 Q + q_start * stride_qt, q_length * GROUP, head, stride_qt, stride_qh,
                 HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
+            row_scale = scale
+            if IS_NARROW:
+                q, power = _as_float16(q)
+                row_scale = scale * power
             acc, row_max, row_sum = _attend(
                 tl.zeros([HEADS * ROWS, BLOCK_DV], tl.float32),
                 tl.full([HEADS * ROWS], INITIAL_MAX, tl.float32),
@@ -527,7 +590,7 @@ def decode_kernel(
                 stride_vh,
                 window_left,
                 window_right,
-                scale,
+                row_scale,
                 softcap,
                 HEADS,
                 ROWS,
@@ -542,6 +605,7 @@ def decode_kernel(
                 SOFTCAP,
                 ALIBI,
                 True,
+                PAIRS,
                 PRECISION,
             )
             row_sum = tl.sum(row_sum, 1)
@@ -566,16 +630,16 @@ def decode_kernel(
             else:
                 part = unit if SPLIT else 2 * slot + (unit == first)
                 index = (part.to(tl.int64) * KV_HEADS + query_head // GROUP) * ROWS + query_row
-                weight = tl.where(row_sum > 0, row_sum, 1.0)
-                is_row = query_row < q_length * GROUP
-                partial = PARTIAL + index * (HEAD_DIM_V + 4)
-                tl.store(
-                    partial[:, None] + offs_dv[None, :],
-                    acc * (value_scale / weight)[:, None],
-                    mask=is_row[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+                _store_partial(
+                    PARTIAL + index * (HEAD_DIM_V + 4),
+                    acc,
+                    row_max,
+                    row_sum,
+                    value_scale,
+                    query_row < q_length * GROUP,
+                    HEAD_DIM_V,
+                    BLOCK_DV,
                 )
-                lse = tl.where(row_sum > 0, row_max + tl.log2(weight), -float("inf"))
-                tl.store(partial + HEAD_DIM_V, lse, mask=is_row)
             unit = stop
         if unit >= first + units:
             first += units
@@ -719,6 +783,73 @@ def combine_kernel(
             tl.store(LSE + index, lse, mask=is_row)
 
 
+@triton.jit
+def _find_tile(
+    Q_OFFSETS,
+    n,
+    number,
+    bisections,
+    GROUP: tl.constexpr,
+    DECODE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Return the row of a tile of queries, the row's first query and length, and the tile's first query.
+
+    Tiles are numbered so that row i begins with tile ``Q_OFFSETS[i] // QUERIES + i``. Some numbers
+    have no tile: the length is 0 then, as for rows that `decode_kernel` computes.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    low = n * 0
+    high = n
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        is_at_most = tl.load(Q_OFFSETS + middle) // QUERIES + middle <= number
+        low = tl.where(is_at_most, middle, low)
+        high = tl.where(is_at_most, high, middle)
+    row = low
+    q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
+    q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
+    query = (number - (q_start // QUERIES).to(tl.int32) - row) * QUERIES
+    has_tile = (query < q_length) & (q_length * GROUP > DECODE_ROWS)
+    return row, q_start, tl.where(has_tile, q_length, 0), query
+
+
+@triton.jit
+def _attended_keys(
+    kv_length,
+    aligned,
+    queries,
+    window_left,
+    window_right,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Return the keys [begin, end) of a tile of queries, and [full_begin, full_end) without a mask.
+
+    `aligned` is the key that is aligned with the first query. All but `end` are multiples of BLOCK_N.
+    """
+    begin = aligned * 0
+    full_begin = begin
+    full_end = kv_length
+    end = kv_length
+    if HAS_LEFT:
+        begin = tl.maximum(aligned - window_left, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(aligned + queries - 1 - window_left, 0), BLOCK_N) * BLOCK_N
+    if HAS_RIGHT:
+        end = tl.minimum(kv_length, tl.maximum(aligned + queries + window_right, 0))
+        full_end = tl.minimum(kv_length, tl.maximum(aligned + window_right + 1, 0))
+    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, begin)
+    return begin, tl.minimum(full_begin, full_end), full_end, end
+
+
+@triton.jit
+def _part_size(begin, end, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr):
+    """Return the keys of each part of a tile; the last parts may have fewer, or none."""
+    size = tl.cdiv(tl.maximum(end - begin, 0), PARTS)
+    return tl.cdiv(tl.maximum(size, MIN_PART), BLOCK_N) * BLOCK_N
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def prefill_kernel(
     Q,
@@ -733,6 +864,7 @@ def prefill_kernel(
     V_SCALE,
     OUT,
     LSE,
+    PARTIAL,
     stride_qt,
     stride_qh,
     stride_kp,
@@ -765,29 +897,26 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SCALED: tl.constexpr,
+    IS_NARROW: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIN_PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute the rows of OUT and LSE that `decode_kernel` does not, one tile of queries per CTA.
 
-    Tiles are numbered so that row i begins with tile ``Q_OFFSETS[i] // QUERIES + i``. Some numbers
-    have no tile.
+    With PARTS > 1 up to that many CTAs share the keys of a tile, each at least MIN_PART keys. Then
+    PARTIAL (tiles, KV_HEADS, PARTS, BLOCK_M, HEAD_DIM_V + 4) gets their results, as in
+    `decode_kernel`.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    head = tl.program_id(0) % KV_HEADS
-    number = tl.program_id(0) // KV_HEADS
-    low = n * 0
-    high = n
-    for _ in range(bisections):
-        middle = (low + high) // 2
-        is_at_most = tl.load(Q_OFFSETS + middle) // QUERIES + middle <= number
-        low = tl.where(is_at_most, middle, low)
-        high = tl.where(is_at_most, high, middle)
-    row = low
-    q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
-    q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
-    query = (number - (q_start // QUERIES).to(tl.int32) - row) * QUERIES
-    if (query >= q_length) | (q_length * GROUP <= DECODE_ROWS):
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % KV_HEADS
+    number = tl.program_id(0) // (PARTS * KV_HEADS)
+    row, q_start, q_length, query = _find_tile(
+        Q_OFFSETS, n, number, bisections, GROUP, DECODE_ROWS, BLOCK_M
+    )
+    if q_length == 0:
         return
     kv_length = tl.load(KV_LENGTHS + row).to(tl.int32)
     offs_m = tl.arange(0, BLOCK_M)
@@ -803,19 +932,23 @@ def prefill_kernel(
         Q + q_start * stride_qt, queries * GROUP, head, stride_qt, stride_qh, 1, GROUP, BLOCK_M,
         HEAD_DIM, BLOCK_D,
     )  # fmt: skip
+    if IS_NARROW:
+        q, power = _as_float16(q)
+        scale = scale * power
     aligned = kv_length - q_length + query  # the key that is aligned with the first query
-    begin = aligned * 0
-    full_begin = begin
-    full_end = kv_length
-    end = kv_length
-    if HAS_LEFT:
-        begin = tl.maximum(aligned - window_left, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(aligned + queries - 1 - window_left, 0), BLOCK_N) * BLOCK_N
-    if HAS_RIGHT:
-        end = tl.minimum(kv_length, tl.maximum(aligned + queries + window_right, 0))
-        full_end = tl.minimum(kv_length, tl.maximum(aligned + window_right + 1, 0))
-    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, begin)
-    full_begin = tl.minimum(full_begin, full_end)
+    begin, full_begin, full_end, end = _attended_keys(
+        kv_length, aligned, queries, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    is_cut = False
+    if PARTS > 1:
+        size = _part_size(begin, end, BLOCK_N, PARTS, MIN_PART)
+        is_cut = end - begin > size
+        begin += part * size
+        if (begin >= end) & (part > 0):
+            return
+        end = tl.minimum(end, begin + size)
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+        full_end = tl.minimum(tl.maximum(full_end, begin), end)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], INITIAL_MAX, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -869,22 +1002,109 @@ def prefill_kernel(
                 SOFTCAP,
                 ALIBI,
                 False,
+                False,
                 PRECISION,
             )
-    _store_results(
-        OUT + q_start * (KV_HEADS * GROUP * HEAD_DIM_V),
-        LSE + q_start * (KV_HEADS * GROUP),
-        acc,
-        row_max,
-        row_sum,
-        value_scale,
-        queries * GROUP,
-        head,
-        KV_HEADS,
-        1,
-        GROUP,
-        BLOCK_M,
-        HEAD_DIM_V,
-        BLOCK_DV,
-        WRITE_LSE,
+    if is_cut:
+        index = ((number.to(tl.int64) * KV_HEADS + head) * PARTS + part) * BLOCK_M + offs_m
+        _store_partial(
+            PARTIAL + index * (HEAD_DIM_V + 4),
+            acc,
+            row_max,
+            row_sum,
+            value_scale,
+            offs_m < queries * GROUP,
+            HEAD_DIM_V,
+            BLOCK_DV,
+        )
+    else:
+        _store_results(
+            OUT + q_start * (KV_HEADS * GROUP * HEAD_DIM_V),
+            LSE + q_start * (KV_HEADS * GROUP),
+            acc,
+            row_max,
+            row_sum,
+            value_scale,
+            queries * GROUP,
+            head,
+            KV_HEADS,
+            1,
+            GROUP,
+            BLOCK_M,
+            HEAD_DIM_V,
+            BLOCK_DV,
+            WRITE_LSE,
+        )
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def combine_prefill_kernel(
+    KV_LENGTHS,
+    Q_OFFSETS,
+    OUT,
+    LSE,
+    PARTIAL,
+    n,
+    bisections,
+    window_left,
+    window_right,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DECODE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Combine the parts of the tiles that `prefill_kernel` cut, TILE rows of a tile per CTA."""
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    TILES: tl.constexpr = BLOCK_M // TILE
+    offs_m = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    head = tl.program_id(0) // TILES % KV_HEADS
+    number = tl.program_id(0) // (TILES * KV_HEADS)
+    row, q_start, q_length, query = _find_tile(
+        Q_OFFSETS, n, number, bisections, GROUP, DECODE_ROWS, BLOCK_M
     )
+    if q_length == 0:
+        return
+    kv_length = tl.load(KV_LENGTHS + row).to(tl.int32)
+    queries = tl.minimum(q_length - query, QUERIES)
+    begin, _, _, end = _attended_keys(
+        kv_length, kv_length - q_length + query, queries, window_left, window_right, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    size = _part_size(begin, end, BLOCK_N, PARTS, MIN_PART)
+    if end - begin <= size:
+        return
+    offs_d = tl.arange(0, BLOCK_DV)
+    is_row = offs_m < queries * GROUP
+    mask = is_row[:, None] & (offs_d < HEAD_DIM_V)[None, :]
+    acc = tl.zeros([TILE, BLOCK_DV], tl.float32)
+    top = tl.full([TILE], INITIAL_MAX, tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    for part in range(tl.cdiv(end - begin, size)):
+        index = ((number.to(tl.int64) * KV_HEADS + head) * PARTS + part) * BLOCK_M + offs_m
+        partial = PARTIAL + index * (HEAD_DIM_V + 4)
+        lse = tl.load(partial + HEAD_DIM_V, mask=is_row, other=-float("inf"))
+        result = tl.load(partial[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, lse)
+        factor = tl.exp2(lse - new_top)
+        alpha = tl.exp2(top - new_top)
+        acc = acc * alpha[:, None] + result * factor[:, None]
+        weight = weight * alpha + factor
+        top = new_top
+    index = (q_start + query + offs_m // GROUP) * (KV_HEADS * GROUP) + head * GROUP
+    index += offs_m % GROUP
+    divisor = tl.where(weight > 0, weight, 1.0)
+    out = acc / divisor[:, None]
+    pointers = OUT + index[:, None] * HEAD_DIM_V + offs_d[None, :]
+    tl.store(pointers, out.to(OUT.dtype.element_ty), mask=mask)
+    if WRITE_LSE:
+        lse = tl.where(weight > 0, (top + tl.log2(divisor)) * LN2, -float("inf"))
+        tl.store(LSE + index, lse, mask=is_row)

@@ -53,13 +53,18 @@ class MergeAttentionCall:
             for x in lses:
                 check_same_rows("lses", outputs[0], x)
         shape = tuple(outputs[0].shape)
-        check_floating("outputs", as_values(outputs[0]))
+        check_floating("outputs", self.values)
         for x in outputs:
             check_same_dtype("outputs", x, outputs[0], "the first")
             check_shape("outputs", x, shape, "as the first")
         for x in lses:
             check_same_dtype("lses", x, lses[0], "the first")
             check_shape("lses", x, shape[:-1], "one number per query and head")
+
+    @property
+    def values(self) -> Any:
+        """The values of the first output."""
+        return as_values(self.outputs[0])
 
 
 def merge_attention(
@@ -112,7 +117,7 @@ def merge_attention(
 @define_operation("merge_attention", MergeAttentionCall)
 def _merge_attention(call: MergeAttentionCall) -> tuple[Any, Any]:
     first = call.outputs[0]
-    xp = backend(as_values(first)).xp
+    xp = backend(call.values).xp
     wide = accumulation_dtype(xp, first.dtype)
     lses = xp.stack([xp.astype(as_values(x), wide, copy=False) for x in call.lses])
     maximum = xp.max(lses, axis=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from .. import checks
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged
 from ..dispatch.operation import define_operation
-from ..indexing.getitem import select
 from ..layout import Layout
 from .attention import Window, apply_sinks, attention, check_heads, check_per_head, normalize_window
 from .merge_attention import merge_attention
@@ -221,12 +220,55 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+class _SharedLevel(NamedTuple):
+    """The keys that the rows of each group share, derived from one level of `shared_pages`.
+
+    Attributes
+    ----------
+    queries
+        The layout in which the rows of every group are one row.
+    pages, first
+        The layout of the pages, and the index of the first one; see `_later_pages`.
+    lengths
+        Tokens per group.
+    """
+
+    queries: Layout
+    pages: Layout
+    first: int
+    lengths: Any
+
+
 def _attend_shared(call: PagedAttentionCall, levels: Any, kernel: str | None) -> tuple[Any, Any]:
     """Attend to the shared pages of each level once per group, then to the other pages."""
     if (call.window[0], call.alibi_slopes) != (None, None):
         raise ValueError("shared_pages: expected no window and no alibi_slopes, got one of them")
     q, table, size = call.q, call.page_table, int(call.k_pages.shape[1])
-    n, parts = q.batch_size, []
+    levels = _read_levels(levels, q.batch_size)
+    if not q.batch_size:
+        return _attend(call, q, table, call.kv_lengths, True, kernel)
+    key = "shared_pages", size, tuple(tuple(x) for level in levels for x in level)
+    shared, pages, first, covered = table.layout.cached(
+        key, lambda: _derive_levels(table.layout, q.layout, levels, size), pair=q.layout
+    )
+    parts = []
+    for level in shared:
+        queries = Array.from_layout(q.values, level.queries)
+        group_table = Array.from_layout(table.values[level.first :], level.pages)
+        out, lse = _attend(call, queries, group_table, level.lengths, False, kernel)
+        parts.append((q.with_values(out.values), q.with_values(lse.values)))
+    rest = Array.from_layout(table.values[first:], pages)
+    lengths = call.kv_lengths - q.layout.xp.astype(covered, call.kv_lengths.dtype, copy=False)
+    parts.append(_attend(call, q, rest, lengths, call.window[1] == 0, kernel))
+    out, lse = parts[0]
+    for part in parts[1:]:
+        out, lse = merge_attention(*zip((out, lse), part))
+    return out, lse
+
+
+def _read_levels(levels: Any, n: int) -> list[tuple[list[int], list[int]]]:
+    """Return the groups and ends of each level, checked."""
+    checked: list[tuple[list[int], list[int]]] = []
     start = np.zeros(n, np.int64)  # pages of each row that the levels before cover
     for groups, ends in levels:
         groups, ends = (
@@ -240,23 +282,47 @@ def _attend_shared(call: PagedAttentionCall, levels: Any, kernel: str | None) ->
         sizes = np.diff(groups)
         if sizes.min(initial=1) < 1:
             raise ValueError(f"shared_pages: expected groups of at least one row, got {groups}")
-        first = groups[:-1]
-        counts = ends - start[first]
-        if counts.min(initial=0) < 0:
+        if (ends - np.maximum.reduceat(start, groups[:-1])).min(initial=0) < 0:
             raise ValueError(f"shared_pages: expected ends that do not fall, got {ends}")
-        group_pages = _slice_table(table, first, start[first], counts)
-        queries = Array.from_layout(q.values, _join_rows(q.layout, groups))
-        arrays = (queries, call.k_pages, call.v_pages, group_pages)
-        out, lse = _attend(call, *arrays, group_pages.lengths * size, False, kernel)
-        parts.append((q.with_values(out.values), q.with_values(lse.values)))
         start = np.repeat(ends, sizes)
-    rest = _slice_table(table, np.arange(n), start, None)
-    shared = q.layout.to_index(start * size)
-    lengths = call.kv_lengths - q.layout.xp.astype(shared, call.kv_lengths.dtype)
-    arrays = (q, call.k_pages, call.v_pages, rest)
-    parts.append(_attend(call, *arrays, lengths, call.window[1] == 0, kernel))
-    outputs, lses = zip(*parts, strict=True)
-    return merge_attention(outputs, lses)
+        checked.append((groups.tolist(), ends.tolist()))
+    return checked
+
+
+def _derive_levels(
+    table: Layout, q: Layout, levels: list[tuple[list[int], list[int]]], size: int
+) -> tuple[list[_SharedLevel], Layout, int, Any]:
+    """Return the levels, the layout and the first index of the other pages, and their first tokens."""
+    counts = np.diff(table.read_offsets())
+    start = np.zeros(counts.size, np.int64)
+    shared = []
+    for groups, ends in levels:
+        rows = np.asarray(groups[:-1])
+        end = np.repeat(ends, np.diff(groups))
+        short = np.flatnonzero(end > counts)
+        if short.size:
+            i = short[0]
+            raise ValueError(
+                f"shared_pages: expected ends within the pages of each row, got {end[i]} for row {i} of {counts[i]} pages"
+            )
+        tokens = table.to_index((np.asarray(ends) - start[rows]) * size)
+        pages = _later_pages(table, rows, start[rows])
+        shared.append(_SharedLevel(_join_rows(q, np.asarray(groups)), *pages, tokens))
+        start = end
+    rest = _later_pages(table, np.arange(counts.size), start)
+    return shared, *rest, table.to_index(start * size)
+
+
+def _later_pages(table: Layout, rows: np.ndarray, start: np.ndarray) -> tuple[Layout, int]:
+    """Return the layout of the pages of `rows` from page `start` on, and the index of the first one.
+
+    Nothing is copied: a row also holds the entries up to the first page of the next row, which are
+    after its pages in use.
+    """
+    offsets = table.read_offsets()
+    starts = np.append(offsets[rows] + start, offsets[-1])
+    first = int(starts[0])
+    return Layout.from_host_lengths(table.backend, np.diff(starts), like=table.offsets), first
 
 
 def _join_rows(layout: Layout, groups: np.ndarray) -> Layout:
@@ -268,35 +334,34 @@ def _join_rows(layout: Layout, groups: np.ndarray) -> Layout:
     return Layout(layout.backend, offsets, layout.total, bound, joined)
 
 
-def _slice_table(table: Array, rows: np.ndarray, start: np.ndarray, counts: Any) -> Array:
-    """Return `counts` pages, or all, of the given rows from page `start` on."""
-    offsets = table.layout.read_offsets()
-    if counts is None:
-        counts = np.maximum(np.diff(offsets)[rows] - start, 0)
-    layout = Layout.from_host_lengths(table.layout.backend, counts, like=table.offsets)
-    return select(table, layout, table.layout.to_index(offsets[:-1][rows] + start))
-
-
 def _attend(
     call: PagedAttentionCall,
     q: Array,
-    k_pages: Any,
-    v_pages: Any,
     page_table: Array,
     kv_lengths: Any,
     causal: bool,
     kernel: str | None,
 ) -> tuple[Any, Any]:
-    part = PagedAttentionCall(
-        *(q, k_pages, v_pages, page_table, kv_lengths, causal),
-        scale=call.scale,
-        softcap=call.softcap,
-        k_scale=call.k_scale,
-        v_scale=call.v_scale,
-        split_size=call.split_size,
-        return_lse=True,
-    )
-    return _paged_attention.run_call(part, kernel)  # type: ignore[no-any-return]
+    """Attend to a part of the pages of a call."""
+    arrays = {
+        "q": q,
+        "k_pages": call.k_pages,
+        "v_pages": call.v_pages,
+        "page_table": page_table,
+        "kv_lengths": kv_lengths,
+        "alibi_slopes": None,
+        "k_scale": call.k_scale,
+        "v_scale": call.v_scale,
+    }
+    options = {
+        "causal": causal,
+        "window": None,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "split_size": call.split_size,
+        "return_lse": True,
+    }
+    return _paged_attention.run(arrays, options, kernel)  # type: ignore[no-any-return]
 
 
 @define_operation("paged_attention", PagedAttentionCall)
