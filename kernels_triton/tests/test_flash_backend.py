@@ -20,12 +20,7 @@ from scree_triton.attention import flash_backend
 from scree_triton.runtime.launch import INTERPRETED
 
 attention = torch.nn.attention
-pytestmark = [
-    *([] if INTERPRETED else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        not hasattr(attention, "register_flash_attention_impl"), reason="torch without the switch"
-    ),
-]
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 BOUND = 1e-5 if INTERPRETED else 3e-2
@@ -256,7 +251,6 @@ def test_compiled_program_runs_the_operators():
     check_dense(lambda *x: (compiled(*x) / 2, None), q, k, v, right=0)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="PyTorch has kernels of its own on CUDA devices")
 @pytest.mark.parametrize(
     "head_dim, arguments, reason",
     [
@@ -265,8 +259,13 @@ def test_compiled_program_runs_the_operators():
         (8, (), "head_dim 16 to 256"),
     ],
 )
-def test_unsupported_call_without_another_kernel_raises(head_dim, arguments, reason):
-    x = torch.ones(1, 1, 2, head_dim)
+def test_unsupported_call_without_another_kernel_raises(head_dim, arguments, reason, monkeypatch):
+    def get_kernel(name, key):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch.library, "get_kernel", get_kernel)
+    attention.activate_flash_attention_impl("scree")
+    x = torch.ones(1, 1, 2, head_dim, device=DEVICE, dtype=DTYPE)
     with pytest.raises(NotImplementedError, match=rf"{reason}.*restore_flash_attention_impl"):
         aten._scaled_dot_product_flash_attention(x, x, x, *arguments)
 
