@@ -42,8 +42,9 @@ GROUPS: dict[str, str] = {
     "Bridges: models": """
         bridges.from_hf_padded bridges.to_hf_padded bridges.from_hf_flattened
         bridges.to_hf_flattened bridges.transformers bridges.transformers.register
-        bridges.varlen bridges.varlen.varlen_attn bridges.from_block_table bridges.to_block_table
-        bridges.from_flashinfer bridges.to_flashinfer bridges.slot_mapping""",
+        bridges.varlen bridges.varlen.varlen_attn bridges.varlen.varlen_attn_out
+        bridges.from_block_table bridges.to_block_table bridges.from_flashinfer
+        bridges.to_flashinfer bridges.slot_mapping""",
     "Bridges: FlashAttention": """
         bridges.flash_attn bridges.flash_attn.flash_attn_func
         bridges.flash_attn.flash_attn_kvpacked_func bridges.flash_attn.flash_attn_qkvpacked_func
@@ -109,6 +110,7 @@ IN_MODULES = (
     "bridges.flash_attn.v4.flash_attn_func",
     "bridges.flash_attn.v4.flash_attn_varlen_func",
     "bridges.varlen.varlen_attn",
+    "bridges.varlen.varlen_attn_out",
 )
 
 #: Module of `bridges.flash_attn` -> the functions that the package imports from it.

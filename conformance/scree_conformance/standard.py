@@ -400,6 +400,26 @@ def astype(bench: Bench, layout: Layout, dtype: str) -> None:
     )
 
 
+@operation("asarray", SHORT, ("float32", "int32"))
+def asarray(bench: Bench, layout: Layout, dtype: str) -> None:
+    """The array itself; with another dtype, another device or a copy the layout stays."""
+    x = bench.ragged(layout, (2,), dtype, "natural")
+    for options in ({}, {"copy": False}, {"dtype": x.array.dtype}, {"device": x.array.device}):
+        assert bench.xp.asarray(x.array, **options) is x.array, f"asarray({options}) copied"
+    copied = bench.xp.asarray(x.array, copy=True)
+    bench.close(copied, list(x.exact), dtype=dtype)
+    assert copied.values is not x.array.values, "asarray(copy=True) did not copy"
+    assert copied.offsets is x.array.offsets, "asarray lost the layout"
+    cast = bench.xp.asarray(x.array, dtype=bench.lib.dtypes["int8"])
+    bench.close(cast, list(x.exact), dtype="int8")
+    try:
+        bench.xp.asarray(x.array, dtype=bench.lib.dtypes["int8"], copy=False)
+    except ValueError as error:
+        assert "copy" in str(error), f"expected 'copy' in the message, got {error}"
+    else:
+        raise AssertionError("asarray(copy=False) with another dtype did not raise")
+
+
 @operation("zeros_like ones_like full_like empty_like", SHORT, ("float32", "int32"))
 def filled(bench: Bench, layout: Layout, dtype: str) -> None:
     """Arrays with the layout of another, in the same and in another dtype."""

@@ -71,6 +71,23 @@ def register() -> None:
         # Imported now, because the first call may be inside a compiled function.
         _register(operation, entry, import_module(f".{entry.module}", __name__))
     import_module(".runtime.compile", __name__).support_dtensor()
+    offer_flash_attention()
+
+
+def offer_flash_attention() -> None:
+    """Offer the attention kernels to ``torch.nn.attention.activate_flash_attention_impl("scree")``.
+
+    PyTorch has this function since 2.11. Nothing changes before the program calls it.
+    """
+    from torch.nn import attention
+
+    offer = getattr(attention, "register_flash_attention_impl", None)
+    if offer is not None:
+        offer("scree", register_fn=_activate_flash_attention)
+
+
+def _activate_flash_attention() -> Any:
+    return import_module(".attention.flash_backend", __name__).register_operators()
 
 
 def _interpreted() -> bool:

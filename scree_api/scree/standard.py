@@ -1489,15 +1489,15 @@ class Namespace(Protocol):
     def asarray(
         self, obj: Any, /, *, dtype: Any = None, device: Any = None, copy: Flag | None = None
     ) -> Any:
-        """A dense array of numbers, sequences or another array.
+        """An array of numbers, sequences or another array.
 
-        It takes no ragged arrays: rows of different lengths are not a dense array; use
-        arr.values, scree.unpack or scree.to_padded.
+        Ragged arrays: A ragged array is returned itself, unless the dtype, the device or `copy`
+        asks for other values.
 
         Parameters
         ----------
         obj
-            Number, nested sequence, or array.
+            Number, nested sequence, or ragged or dense array.
         dtype
             Data type of the result.
         device
@@ -1508,12 +1508,14 @@ class Namespace(Protocol):
         Returns
         -------
         array
-            Dense.
+            Ragged if `obj` is, else dense.
 
-        Raises
-        ------
-        TypeError
-            If an argument is ragged.
+        Examples
+        --------
+        >>> import scree, scree.xp.numpy as xp
+        >>> x = scree.from_lists([[1.0, 2.0], [4.0]])
+        >>> xp.asarray(x) is x, xp.asarray(x, dtype=xp.int64).tolist()
+        (True, [[1, 2], [4]])
         """
         raise NotImplementedError
 

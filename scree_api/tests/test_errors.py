@@ -301,7 +301,10 @@ CASES: dict[str, Case] = {
     "tensordot": (lambda x: x.xp.tensordot(x.r(ROWS, 4), x.f(3, 4), axes=1), ValueError, ("axes: expected the last 1 axes",)),
     "matrix of tokens": (lambda x: x.xp.linalg.det(x.r(ROWS, 4)), ValueError, ("x: expected a matrix for each token",)),
     "fft": (lambda x: x.xp.fft.fft(x.r(ROWS)), TypeError, ("fft does not take ragged arrays", "scree.unpack")),
-    "asarray": (lambda x: x.xp.asarray(x.r(ROWS)), TypeError, ("asarray does not take ragged arrays", "scree.to_padded")),
+    "from_dlpack": (lambda x: x.xp.from_dlpack(x.r(ROWS)), TypeError,
+                    ("from_dlpack does not take ragged arrays", "scree.to_padded")),
+    "asarray": (lambda x: x.xp.asarray(x.r(ROWS), dtype=x.xp.int8, copy=False), ValueError,
+                ("copy: expected None or True", "got False")),
     # -------------------------------------------------------------------------------------------------
     # xp.ragged
     "attention, dense": (lambda x: scree.attention(x.r(ROWS, 2, 4), *[x.f(5, 2, 4)] * 2), TypeError, ("k: expected a ragged",)),

@@ -43,32 +43,53 @@ _MAX_TOKENS = 1 << 26
 def rejects(call: Any) -> str | None:
     """Return why the kernels cannot serve `call`, from host metadata only; None if they can."""
     q, k, v = call.q.values, call.k.values, call.v.values
-    dtype, slopes = q.dtype, call.alibi_slopes
     if not (
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):
         return "the Triton kernels take torch tensors"
-    if dtype not in _DTYPES:
-        return f"the Triton kernels take float16, bfloat16 and float32, not {dtype}"
-    if INTERPRETED and dtype == torch.bfloat16:
-        return "Triton's interpreter has no bfloat16"
-    if not dtype == k.dtype == v.dtype:
-        return (
-            f"the Triton kernels take q, k and v of one dtype, not {dtype}, {k.dtype} and {v.dtype}"
-        )
     if not q.ndim == k.ndim == v.ndim == 3:
         return "the Triton kernels take values of shape (total, num_heads, head_dim)"
-    total, _, dim = q.shape
-    total_k, _, dim_v = v.shape
-    if not (16 <= dim <= 256 and 16 <= dim_v <= 256):
-        return f"the Triton kernels take head_dim 16 to 256, not {dim} (q, k) and {dim_v} (v)"
+    dtypes, head_dims = (q.dtype, k.dtype, v.dtype), (q.shape[2], v.shape[2])
+    sizes = q.shape[0], k.shape[0], call.q.offsets.shape[0] - 1
+    if reason := rejects_kind(dtypes, head_dims, sizes):
+        return reason
     if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
         return "the Triton kernels need the last axis of q, k and v to be contiguous"
+    slopes = call.alibi_slopes
     if slopes is not None and (slopes.device != q.device or slopes.requires_grad):
         return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
-    if call.q.offsets.shape[0] > _MAX_ROWS or total > _MAX_TOKENS or total_k > _MAX_TOKENS:
+    return None
+
+
+def rejects_kind(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    head_dims: tuple[int, int],
+    sizes: tuple[int, int, int],
+) -> str | None:
+    """Return why the kernels have no variant for a kind of call; None if they have one.
+
+    Parameters
+    ----------
+    dtypes
+        Of q, k and v.
+    head_dims
+        Of q and k, and of v.
+    sizes
+        The numbers of queries, of keys and of rows.
+    """
+    dtype, (dim, dim_v), (total, total_k, num_rows) = dtypes[0], head_dims, sizes
+    if dtype not in _DTYPES:
+        return f"the Triton kernels take float16, bfloat16 and float32, not {dtype}"
+    if INTERPRETED and dtype == torch.bfloat16:
+        return "Triton's interpreter has no bfloat16"
+    if len({*dtypes}) > 1:
+        names = "{}, {} and {}".format(*dtypes)
+        return f"the Triton kernels take q, k and v of one dtype, not {names}"
+    if not (16 <= dim <= 256 and 16 <= dim_v <= 256):
+        return f"the Triton kernels take head_dim 16 to 256, not {dim} (q, k) and {dim_v} (v)"
+    if num_rows >= _MAX_ROWS or total > _MAX_TOKENS or total_k > _MAX_TOKENS:
         return f"the Triton kernels take up to {_MAX_ROWS - 1} rows and {_MAX_TOKENS} tokens"
     return None
 
@@ -232,6 +253,51 @@ def attention(
     else:
         out, lse = forward(q, k, v, alibi_slopes)
     return out, lse.t()
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    layout: VarlenLayout,
+    spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, contiguous, for a caller that keeps the results itself.
+
+    Parameters
+    ----------
+    dout
+        Gradient of `out`.
+    q, k, v
+        As in `attention`.
+    out, lse
+        Results of the forward pass; `lse` is contiguous and has shape ``(num_heads, total)``.
+    layout, spec
+        Rows and options of the call, see `make_spec`.
+    """
+    config = get_launch_config(q, k, v, layout, spec, False)
+    run = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
+    return run(q, k, v, None, out, lse, dout, None)  # type: ignore[no-any-return]
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: VarlenLayout, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log-sum-exp (num_heads, total), without gradients.
+
+    With `layout.max_seqlen` = `UNBOUNDED` the bits of a row do not depend on the other rows.
+    """
+    config = get_launch_config(q, k, v, layout, spec, False)
+    rows = layout._replace(cache=None)
+
+    @falls_back_to(lambda *args: _other_forward(config, rows, spec, *args))
+    def run(*args: Any) -> Any:
+        return config.forward(*args, layout, spec)
+
+    return run(q, k, v, None)  # type: ignore[no-any-return]
 
 
 def make_spec(

@@ -3,6 +3,9 @@
 Jagged nested tensors share values and offsets in both directions. `from_torch_nested` shares the
 buffer of a strided nested tensor; `to_torch_nested` copies the rows into a new buffer. Gradients
 pass both ways.
+
+On a machine with a CUDA device, importing this module also offers scree's attention kernels to
+``torch.nn.attention.activate_flash_attention_impl("scree")``.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 
 from ..array import Array
-from ..backends import backend
+from ..backends import backend, backend_by_name
 from ..broadcasting import check_ragged
 from ..construct import unpack
 from ..indexing.getitem import select
@@ -232,3 +235,7 @@ def _check_is_torch(arr: Array, function: str) -> None:
             f"{function}: expected an array on torch, got one on {arr.layout.backend.name}; "
             "use to_backend"
         )
+
+
+# Loads the packages of kernels. One of them offers its attention to PyTorch's own switch.
+backend_by_name("torch")

@@ -42,6 +42,30 @@ def same_rows(x: Array, /, *args: Any, device: Any = None, std: Standard, **kwar
     return x.with_values(std.function(x.values, *args, **kwargs))
 
 
+@implements("asarray")
+def asarray(
+    obj: Array, /, *, dtype: Any = None, device: Any = None, copy: bool | None = None, std: Standard
+) -> Array:
+    """Return the array itself, or with values of another dtype, on another device, or copied."""
+    xp = std.xp
+    is_moved = device is not None and device != obj.device
+    if copy is False:
+        # A dtype has several names, which only an array compares reliably.
+        is_cast = dtype is not None and xp.empty((0,), dtype=dtype).dtype != obj.dtype
+        if is_moved or is_cast:
+            change = f"device {device}" if is_moved else f"dtype {dtype}"
+            raise ValueError(
+                f"copy: expected None or True, as {change} needs a copy of {obj.dtype} on "
+                f"{obj.device}, got False"
+            )
+    x = obj.to_device(device) if is_moved else obj
+    is_copy = copy is True and not is_moved
+    if dtype is None and not is_copy:
+        return x
+    values = xp.astype(x.values, x.dtype if dtype is None else dtype, copy=is_copy)
+    return x if values is x.values else x.with_values(values)
+
+
 @implements("dtypes", ragged="all")
 def dtypes(*args: Any, std: Standard) -> Any:
     """Call the library's function with the dtypes of ragged arrays."""

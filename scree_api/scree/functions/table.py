@@ -59,11 +59,11 @@ KINDS: dict[str, Kind] = {
     **_all(Kind("dtypes"), "can_cast result_type"),
     **_all(Kind("matrices"), "tril triu"),
     **_each("""
-        argsort broadcast_arrays broadcast_to concat diff expand_dims flip isin matmul matrix_transpose moveaxis nonzero
+        argsort asarray broadcast_arrays broadcast_to concat diff expand_dims flip isin matmul matrix_transpose moveaxis nonzero
         permute_dims repeat reshape roll searchsorted sort squeeze stack take take_along_axis tensordot tile unique_all
         unique_counts unique_inverse unique_values unstack vecdot"""),
     **unsupported("rows of different lengths are not a dense array; use arr.values, scree.unpack or scree.to_padded",
-                  "asarray from_dlpack meshgrid"),
+                  "from_dlpack meshgrid"),
     **_all(Kind("plain"), """
         arange bool broadcast_shapes complex128 complex64 e empty eye finfo float32 float64 full iinfo inf int16 int32 int64
         int8 isdtype linspace nan newaxis ones pi uint16 uint32 uint64 uint8 zeros __array_api_version__

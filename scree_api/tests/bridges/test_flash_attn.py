@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from ragged_cases import assert_as_accurate
+from torch.nn.attention.varlen import AuxRequest
 
 import scree
 from scree.bridges import flash_attn
 from scree.bridges.flash_attn import flash_attn_varlen_func
-from scree.bridges.varlen import varlen_attn
+from scree.bridges.varlen import varlen_attn, varlen_attn_out
 
 SLOPES = 0.5 ** torch.arange(1.0, 5.0, dtype=torch.float64)
 Q, K = [5, 0, 3, 70, 1], [9, 4, 3, 70, 0]
@@ -39,12 +40,13 @@ def reference_attention(
     right: float = np.inf,
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
+    k_lengths: list[int] = K,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention with a loop over sequences and full score matrices."""
     outs, sums = [], []
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    for a, b, c in zip(q.split(Q), k.split(K), v.split(K), strict=True):
+    for a, b, c in zip(q.split(Q), k.split(k_lengths), v.split(k_lengths), strict=True):
         score = torch.einsum("qhd,khd->hqk", a, b) * scale
         if softcap:
             score = softcap * torch.tanh(score / softcap)
@@ -97,8 +99,6 @@ def test_flash_attn_agrees_with_the_reference(case: str, kv_heads: int) -> None:
 def test_varlen_attn_agrees_with_the_reference(
     window: tuple[int, int], reference_options: dict[str, float]
 ) -> None:
-    from torch.nn.attention.varlen import AuxRequest
-
     q, k, v, *rest = make_inputs(kv_heads=2)
     out, lse = varlen_attn(
         q,
@@ -153,12 +153,86 @@ def test_flash_attn_dropout_raises() -> None:
         flash_attn_varlen_func(*make_inputs(), dropout_p=0.1)
 
 
-def test_varlen_attn_unsupported_argument_raises() -> None:
-    for name in ("seqused_k", "block_table", "num_splits"):
-        with pytest.raises(NotImplementedError, match=f"^{name}: varlen_attn"):
-            varlen_attn(*make_inputs(), **{name: 1})
+def test_varlen_attn_invalid_arguments_raise() -> None:
+    q, k, v, cu_q, cu_k, *longest = make_inputs()
+    table, used = torch.zeros((5, 1), dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    pages = k[None].detach()
     with pytest.raises(ValueError, match="key: expected 4 heads"):
         varlen_attn(*make_inputs(kv_heads=2))
+    with pytest.raises(ValueError, match=r"seqused_k: expected .* with block_table, got None"):
+        varlen_attn(q.detach(), pages, pages, cu_q, None, *longest, block_table=table)
+    with pytest.raises(ValueError, match="block_table: expected tensors that need no gradient"):
+        varlen_attn(q, pages, pages, cu_q, None, *longest, block_table=table, seqused_k=used)
+    with pytest.raises(ValueError, match=r"seqused_k: expected shape \(5,\)"):
+        varlen_attn(q, k, v, cu_q, cu_k, *longest, seqused_k=used[:4])
+    with pytest.raises(ValueError, match="out: expected shape"):
+        varlen_attn_out(q[:3], q, k, v, cu_q, cu_k, *longest)
+    with pytest.raises(TypeError, match=r"out: expected dtype torch\.float64 as query"):
+        varlen_attn_out(torch.empty(q.shape), q, k, v, cu_q, cu_k, *longest)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("used", [None, [7, 0, 3, 41, 0]])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_varlen_attn_seqused_k_and_num_splits_agree_with_loop(
+    num_splits: int | None, used: list[int] | None, needs_grad: bool
+) -> None:
+    q, k, v, cu_q, cu_k, *longest = make_inputs(kv_heads=2)
+    if not needs_grad:
+        q, k, v = (x.detach() for x in (q, k, v))
+    lengths = None if used is None else torch.tensor(used, dtype=torch.int32)
+    options = {"enable_gqa": True, "window_size": (-1, 0), "return_aux": AuxRequest(lse=True)}
+    options |= {"seqused_k": lengths, "num_splits": num_splits}
+    out, lse = varlen_attn(q, k, v, cu_q, cu_k, *longest, **options)
+    kept = [torch.arange(n) < m for n, m in zip(K, used or K, strict=True)]
+    keys, values = (x[torch.cat(kept)] for x in (k, v))
+    expected, sums = reference_attention(q, keys, values, right=0, k_lengths=used or K)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, sums)
+    if needs_grad:
+        actual = torch.autograd.grad(out.sum(), (q, k, v))
+        torch.testing.assert_close(actual, torch.autograd.grad(expected.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_varlen_attn_out_of_pages_agrees_with_loop(num_splits: int | None) -> None:
+    q, k, v, cu_q, cu_k, *longest = (
+        x.detach() if isinstance(x, torch.Tensor) else x for x in make_inputs(kv_heads=2)
+    )
+    size, width = 4, 18
+    order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(1))
+    table = order.reshape(5, width).to(torch.int32)
+    pages = torch.full((2, 5 * width, size, 2, 16), torch.nan, dtype=torch.float64)
+    for row, (start, length) in enumerate(zip(cu_k.tolist(), K, strict=False)):
+        for i in range(length):
+            for side, x in zip(pages, (k, v), strict=True):
+                side[table[row, i // size], i % size] = x[start + i]
+    arguments = {"seqused_k": cu_k.diff(), "block_table": table, "num_splits": num_splits}
+    out = torch.empty_like(q)
+    result, lse = varlen_attn_out(
+        *(out, q, *pages, cu_q, None, *longest),
+        **arguments,
+        enable_gqa=True,
+        window_size=(5, 0),
+        return_aux=AuxRequest(lse=True),
+    )
+    expected, sums = reference_attention(q, k, v, left=5, right=0)
+    assert result is out
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, sums)
+    alone = varlen_attn(
+        *(q, *pages, cu_q, None, *longest), **arguments, enable_gqa=True, window_size=(5, 0)
+    )
+    assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_varlen_attn_empty_batch_returns_no_tokens(num_splits: int | None) -> None:
+    q, cu = torch.ones(0, 2, 8), torch.zeros(1, dtype=torch.int32)
+    out, lse = varlen_attn(
+        q, q, q, cu, cu, 0, 0, num_splits=num_splits, return_aux=AuxRequest(lse=True)
+    )
+    assert out.shape == (0, 2, 8) and lse.shape == (0, 2)
 
 
 def test_flash_attn_invalid_offsets_raise() -> None:
@@ -171,10 +245,12 @@ def test_flash_attn_invalid_offsets_raise() -> None:
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, alibi_slopes=SLOPES.repeat(5, 1))
 
 
-def test_varlen_attn_has_the_signature_of_torch() -> None:
+@pytest.mark.parametrize("function", [varlen_attn, varlen_attn_out])
+def test_varlen_attn_has_the_signature_of_torch(function: Any) -> None:
     from torch.nn.attention import varlen
 
-    actual, peer = (inspect.signature(x).parameters for x in (varlen_attn, varlen.varlen_attn))
+    original = getattr(varlen, function.__name__, varlen.varlen_attn)
+    actual, peer = (inspect.signature(x).parameters for x in (function, original))
     for name, parameter in peer.items():  # an older torch has fewer parameters
         assert (actual[name].kind, actual[name].default) == (parameter.kind, parameter.default)
     assert [name for name in actual if name in peer] == list(peer)

@@ -15,6 +15,9 @@ from ...ops.pages import as_page_table, gather_pages, token_layout
 from .common import Options, as_number, attend, check_ndim, check_shape, padded_array, ragged_array
 from .rotary import rotate
 
+#: Tokens per part of a cached sequence in calls whose bits must not depend on other sequences.
+SPLIT_SIZE = 2048
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -26,7 +29,7 @@ class Cache:
         (num_pages, page_size, num_kv_heads, head_dim) pages. A contiguous cache has one page per
         sequence.
     table
-        (batch, width) pages of each sequence.
+        (batch, width) pages of each sequence, or the ragged array of them.
     lengths
         (batch,) tokens of each sequence, including those before its first key.
     leftpad
@@ -35,7 +38,7 @@ class Cache:
 
     k: torch.Tensor
     v: torch.Tensor
-    table: torch.Tensor
+    table: Any
     lengths: torch.Tensor
     leftpad: torch.Tensor | None = None
 
@@ -79,6 +82,27 @@ def make_cache(
     if leftpad is not None:
         check_shape("cache_leftpad", leftpad, (batch,), "one position per sequence")
     return Cache(k_cache.detach(), v_cache.detach(), table, cache_seqlens, leftpad)
+
+
+def split_size(num_splits: Any) -> int | None:
+    """Return the tokens per part of a cached sequence, or None for a choice of the kernel.
+
+    With ``num_splits=1`` the bits of a sequence must not depend on the other sequences. The parts
+    then have a constant size. All other numbers are hints, which have no effect.
+    """
+    return SPLIT_SIZE if num_splits is not None and as_number(num_splits) == 1 else None
+
+
+def as_cache(k: Array, v: torch.Tensor, lengths: torch.Tensor | None = None) -> Cache:
+    """Return packed keys and values as a cache with pages of one token, without a copy.
+
+    `lengths` are the tokens in use of each sequence; all by default.
+    """
+    layout = k.layout
+    tokens = torch.arange(layout.total, dtype=torch.int32, device=k.values.device)
+    table = Array.from_layout(tokens, layout)
+    k_pages, v_pages = (x[:, None].detach() for x in (k.values, v))
+    return Cache(k_pages, v_pages, table, layout.lengths if lengths is None else lengths)
 
 
 def check_capacity(cache: Cache, table_name: str) -> None:

@@ -18,7 +18,7 @@ from .common import (
     pad_result,
     ragged_array,
 )
-from .kvcache import attend_to_cache, attention_with_kvcache, make_cache
+from .kvcache import attend_to_cache, attention_with_kvcache, make_cache, split_size
 
 __all__ = [
     "flash_attn_func",
@@ -507,7 +507,8 @@ def flash_attn_with_kvcache(
     rotary_interleaved
         Pair elements (2i, 2i + 1) of a head instead of (i, i + rotary_dim / 2).
     num_splits
-        Parts per sequence in FlashAttention; scree chooses them itself.
+        With 1 the bits of a sequence do not depend on the other sequences. Other numbers have no
+        effect.
     return_softmax_lse
         Whether to return the log-sum-exp of the scores too.
 
@@ -562,6 +563,7 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
+        split_size=split_size(num_splits),
     )
     out, lse = pad_result(out, lse, q)
     return (out, lse) if return_softmax_lse else out

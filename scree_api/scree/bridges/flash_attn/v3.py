@@ -20,7 +20,7 @@ from .common import (
     ragged_array,
     restore_unused,
 )
-from .kvcache import attend_extended, attention_with_kvcache, make_cache
+from .kvcache import attend_extended, attention_with_kvcache, make_cache, split_size
 from .v2 import unpack
 
 __all__ = [
@@ -347,7 +347,10 @@ rotary_interleaved
 softcap
         As in `flash_attn_varlen_func`. With `qv`, `attention_chunk` or an 8-bit dtype the tokens of
         the cache are copied.
-    scheduler_metadata, num_splits, pack_gqa, sm_margin
+    num_splits
+        With 1 the bits of a sequence do not depend on the other sequences. Other numbers have no
+        effect.
+    scheduler_metadata, pack_gqa, sm_margin
         Hints for the kernels of FlashAttention. No effect.
     return_softmax_lse
         Whether to return the log-sum-exp of the scores too.
@@ -409,6 +412,7 @@ softcap
         cu_seqlens_k_new=cu_seqlens_k_new,
         qv=qv,
         descales=(q_descale, k_descale, v_descale),
+        split_size=split_size(num_splits),
     )
     out, lse = pad_result(out, lse, q) if cu_seqlens_q is None else (out, lse.T)
     return (out, lse, None, None) if return_softmax_lse else out

@@ -17,7 +17,7 @@ from .common import (
     padded_array,
     ragged_array,
 )
-from .kvcache import attend_to_cache, make_cache
+from .kvcache import attend_to_cache, make_cache, split_size
 from .v3 import attend_used, flash_attn_combine
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
@@ -168,8 +168,10 @@ def flash_attn_varlen_func(
         (num_heads,): an extra key per head with this score and the value 0. It has a gradient.
     return_lse
         Whether to return the log-sum-exp of the scores too.
-    min_seqlen_k, num_splits, pack_gqa, scheduler_metadata, seqlen_k_per_split, \
-disable_scheduler_metadata
+    num_splits
+        With 1 and a `page_table` the bits of a sequence do not depend on the other sequences.
+        Other numbers have no effect.
+    min_seqlen_k, pack_gqa, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata
         Hints for the kernels of FlashAttention. No effect.
     gather_kv_indices, score_mod, score_mod_bwd, mask_mod, block_sparse_tensors, aux_tensors, \
 aux_scalars
@@ -228,7 +230,7 @@ aux_scalars
             raise ValueError("seqused_k: expected (batch,) lengths with page_table, got None")
         batch = queries.batch_size
         cache = make_cache(k, v, batch, seqused_k, table_name="page_table", table=page_table)
-        out, lse = attend_to_cache(queries, cache, options, qv)
+        out, lse = attend_to_cache(queries, cache, options, qv, split_size=split_size(num_splits))
     if cu_seqlens_q is None:
         return pad_result(out, lse if return_lse else None, q)
     return out, lse.T if return_lse else None
