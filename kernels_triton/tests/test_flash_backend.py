@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+from torch.nn.attention import varlen
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -217,6 +217,7 @@ def test_results_have_the_shapes_of_meta(make):
     )
 
 
+@pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="torch before 2.12")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("num_splits", [None, 1])
 def test_varlen_attn_seqused_k_matches_float64(num_splits, paged):
@@ -234,10 +235,10 @@ def test_varlen_attn_seqused_k_matches_float64(num_splits, paged):
         k, v = (x.reshape(10, 2, 2, 16) for x in (k, v))
         table = torch.arange(10, dtype=torch.int32, device=DEVICE).reshape(2, 5)[[0, 1, 1]]
     arguments = dict(enable_gqa=True, seqused_k=used, block_table=table, num_splits=num_splits)
-    out = varlen_attn(q, k, v, cu_q, cu_k, 2, 10, window_size=(-1, 0), **arguments)
+    out = varlen.varlen_attn(q, k, v, cu_q, cu_k, 2, 10, window_size=(-1, 0), **arguments)
     check([out], [expected])
     target = torch.empty_like(q)
-    varlen_attn_out(target, q, k, v, cu_q, cu_k, 2, 10, window_size=(-1, 0), **arguments)
+    varlen.varlen_attn_out(target, q, k, v, cu_q, cu_k, 2, 10, window_size=(-1, 0), **arguments)
     assert torch.equal(target, out)
 
 
@@ -353,7 +354,7 @@ def test_varlen_attn_runs_on_scree(compiled, monkeypatch):
     cu = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
 
     def program(q, k, v):
-        return varlen_attn(q, k, v, cu, cu, 130, 130, window_size=(-1, 0), enable_gqa=True)
+        return varlen.varlen_attn(q, k, v, cu, cu, 130, 130, window_size=(-1, 0), enable_gqa=True)
 
     run = torch.compile(program, fullgraph=True) if compiled else program
     out = run(q, k, v)
@@ -412,11 +413,13 @@ def test_sdpa_dropout_runs_the_kernel_of_torch(monkeypatch):
 def test_varlen_attn_one_split_is_batch_invariant():
     q, k, v = (draw(900, 4, 128, seed=i).detach() for i in range(3))
     offsets = torch.tensor([0, 300, 301, 900], dtype=torch.int32, device=DEVICE)
-    whole = varlen_attn(q, k, v, offsets, offsets, 599, 599, window_size=(-1, 0), num_splits=1)
+    whole = varlen.varlen_attn(
+        q, k, v, offsets, offsets, 599, 599, window_size=(-1, 0), num_splits=1
+    )
     for start, end in pairwise(offsets.tolist()):
         cu = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
         row = [x[start:end] for x in (q, k, v)]
-        alone = varlen_attn(
+        alone = varlen.varlen_attn(
             *row, cu, cu, end - start, end - start, window_size=(-1, 0), num_splits=1
         )
         assert torch.equal(alone, whole[start:end])

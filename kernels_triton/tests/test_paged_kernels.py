@@ -1,5 +1,7 @@
 """Kernels of paged caches compared with loops over rows and heads in float64."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -228,6 +230,23 @@ def test_dense_table_and_repeated_calls_give_the_same_bits():
         for _ in range(2):
             again = scree.paged_attention(q, *caches, page_table, lengths, kernel="triton").values
             assert torch.equal(first, again)
+
+
+def test_every_combination_of_dtypes_has_kernels_of_its_own():
+    (k, v), table, lengths, rows = make_cache((20, 9), 16, 2, (16, 16), torch.float16)
+    narrow = [[x.to(dtype) for dtype in FLOAT8] for x in (k, v)]
+    q, queries = make_queries((1, 9), 4, 16, torch.float16)
+    wide = scree.Array(q.values, q.offsets.long())
+    for a, b in ((q, lengths), (wide, lengths), (q, lengths.long()), (wide, lengths.long())):
+        got = scree.paged_attention(a, k, v, table, b, return_lse=True, kernel="triton")
+        check(got, queries, *rows, torch.float16, {})
+        for k8, v8 in product(*narrow):
+            arguments = a, k8, v8, table, b
+            got, expected = (
+                scree.paged_attention(*arguments, kernel=kernel)
+                for kernel in ("triton", "standard")
+            )
+            torch.testing.assert_close(got.values, expected.values, rtol=0, atol=2e-3)
 
 
 def test_lengths_are_read_on_the_device():

@@ -249,9 +249,10 @@ def _prepare(
     It takes the tensors in the same order, and returns the rotated q, or None without q.
     """
     n, total, is_ragged = offsets.shape[0] - 1, k.shape[0], page_offsets is not None
+    arrays = k_pages, v_pages, k, v, q, pages, page_offsets, kv_lengths, offsets
     shape = _Shape(
         k.device,
-        (k.dtype, pages.dtype, kv_lengths.dtype, offsets.dtype),
+        tuple(x.dtype for x in arrays if x is not None),
         *k.shape[1:],
         v.shape[2],
         0 if q is None else q.shape[1],

@@ -208,8 +208,8 @@ class _Shape(NamedTuple):
     """Metadata of a call that determines its kernels."""
 
     device: torch.device
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
+    """Of q, k, v, the page table, its offsets, the lengths, and the offsets of q."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -234,13 +234,15 @@ class _LaunchConfig:
 
     def __init__(self, shape: _Shape, spec: Spec, allows_tf32: bool):
         device, group = device_info(shape.device), shape.heads // shape.kv_heads
+        dtype, *cache_dtypes = shape.dtypes[:3]
+        itemsize = max(cache_dtype.itemsize for cache_dtype in cache_dtypes)
         self.index = shape.device.index if shape.device.type == "cuda" else None
         self.new = empty(shape.device.type)
         self.shape, self.spec = shape, spec
         block_d, block_dv = (
             max(16, triton.next_power_of_2(d)) for d in (shape.head_dim, shape.head_dim_v)
         )
-        key = shape.cache_dtype.itemsize, max(64, block_d, block_dv)
+        key = itemsize, max(64, block_d, block_dv)
         # Rows of queries per key head that are decoded; no more for a few heads together.
         self.rows = max(2, triton.next_power_of_2(group))
         used = shape.max_length * group
@@ -251,17 +253,17 @@ class _LaunchConfig:
             h
             for h in (8, 4, 2, 1)
             if shape.kv_heads % h == 0
-            and (h == 1 or shape.shares_heads and h * self.rows <= _MAX_SHARED_ROWS)
+            and (h == 1 or (shape.shares_heads and h * self.rows <= _MAX_SHARED_ROWS))
         )
         self.rows = max(self.rows, _MIN_ROWS // heads_per_cta)
         self.has_prefill = used > self.rows
         self.used = min(used, self.rows)
-        bytes_per_key = (block_d + block_dv) * shape.cache_dtype.itemsize
+        bytes_per_key = (block_d + block_dv) * itemsize
         decode = _shrink(_DECODE_TILES[key], bytes_per_key, device.shared_memory)
         prefill = _shrink(
             _PREFILL_TILES[key],
             bytes_per_key,
-            device.shared_memory - _PREFILL_ROWS * block_d * shape.dtype.itemsize * 2,
+            device.shared_memory - _PREFILL_ROWS * block_d * dtype.itemsize * 2,
         )
         block_n = max(1, decode.columns // heads_per_cta)
         per_sm = device.sm_count * decode.ctas_per_sm
@@ -282,7 +284,7 @@ class _LaunchConfig:
             SOFTCAP=spec.softcap > 0,
             ALIBI=shape.has_slopes,
             SCALED=shape.is_scaled,
-            IS_NARROW=shape.dtype == torch.bfloat16 and shape.cache_dtype in _FLOAT8,
+            IS_NARROW=dtype == torch.bfloat16 and itemsize == 1,
             WRITE_LSE=spec.return_lse,
         )
         schedule = dict(
@@ -479,27 +481,30 @@ def _select(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    is_table_ragged: bool,
+    indices: tuple[torch.Tensor | None, ...],
     has_slopes: bool,
     is_scaled: bool,
     max_length: int,
     n: int,
     spec: Spec,
 ) -> _LaunchConfig:
-    """Return the launch config of a call; k and v without an axis of pages are contiguous rows."""
+    """Return the launch config of a call.
+
+    `indices` are the pages, their offsets or None, the lengths, and the offsets of q. Keys and values
+    without an axis of pages are contiguous rows.
+    """
     _, heads, head_dim = q.shape
     *_, kv_heads, head_dim_v = v.shape
     page_size = v.shape[1] if v.ndim == 4 else 0
     shape = _Shape(
         q.device,
-        q.dtype,
-        max(k.dtype, v.dtype, key=lambda dtype: dtype.itemsize),
+        tuple(x.dtype for x in (q, k, v, *indices) if x is not None),
         heads,
         kv_heads,
         head_dim,
         head_dim_v,
         page_size,
-        is_table_ragged,
+        indices[1] is not None,
         has_slopes,
         is_scaled,
         _has_pairs(q, k, v),
@@ -602,7 +607,8 @@ def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
         arrays, offsets = (q.values, k.values, v.values), q.offsets
         is_tf32 = allows_tf32(arrays[0].dtype)
         if is_tf32 not in prepared:
-            config = _select(*arrays, True, has_slopes, False, max_length, n, options)
+            indices = offsets, offsets, k.offsets, offsets
+            config = _select(*arrays, indices, has_slopes, False, max_length, n, options)
             prepared[is_tf32] = config.prepare(*arrays, offsets, True, n)
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
         k_offsets = k.offsets.contiguous()
@@ -624,9 +630,12 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
     max_length, n = q.layout.max_length_bound, q.batch_size
     values, caches = q.values, (call.k_pages, call.v_pages)
 
-    def prepare(pages: torch.Tensor, is_ragged: bool, is_tf32: bool) -> Callable[..., Any]:
-        has_slopes = call.alibi_slopes is not None
-        config = _select(values, *caches, is_ragged, has_slopes, has_scales, max_length, n, spec)
+    def prepare(
+        pages: torch.Tensor, page_offsets: torch.Tensor | None, is_tf32: bool
+    ) -> Callable[..., Any]:
+        has_slopes, is_ragged = call.alibi_slopes is not None, page_offsets is not None
+        indices = pages, page_offsets, call.kv_lengths, q.offsets
+        config = _select(values, *caches, indices, has_slopes, has_scales, max_length, n, spec)
         run = config.prepare(values, *caches, pages, is_ragged, n)
         prepared[is_ragged, is_tf32] = run
         return run
@@ -653,8 +662,8 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             pages, offsets = page_table, None
             if pages.stride(1) != 1:
                 pages = pages.contiguous()
-        key = is_ragged, allows_tf32(values.dtype)
-        run = prepared.get(key) or prepare(pages, *key)
+        is_tf32 = allows_tf32(values.dtype)
+        run = prepared.get((is_ragged, is_tf32)) or prepare(pages, offsets, is_tf32)
         out, lse = run(
             values,
             k_pages,
@@ -764,8 +773,8 @@ def _run_operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     spec = Spec(left, right, scale, softcap, value_scale, split_size, return_lse)
     has_scales, n = k_scale is not None, q_offsets.shape[0] - 1
-    config = _select(q, k, v, True, slopes is not None, has_scales, max_length, n, spec)
-    pages = _aligned(pages)
+    pages, indices = _aligned(pages), (pages, page_offsets, kv_lengths, q_offsets)
+    config = _select(q, k, v, indices, slopes is not None, has_scales, max_length, n, spec)
     out, lse = config.prepare(q, k, v, pages, True, n)(
         q,
         k,
