@@ -14,7 +14,6 @@ from ..array import Array
 from ..backends import backend
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
 from ..dispatch.operation import define_operation
-from ..layout import Layout
 from .rope_scaling import (
     FrequencyScaling,
     RopeScaling,
@@ -88,7 +87,9 @@ class RopeCall:
             checks.check_integers("start", self.start, x.values)
             checks.check_shape("start", self.start, (x.batch_size,), "one position per row")
         if self.cos is not None:
-            check_positions("cos", self.cos, x.layout, self.start)
+            host = x.layout.host_offsets
+            start = 0 if self.start is None else backend(self.start).peek(self.start)
+            check_positions("cos", self.cos, None if host is None else np.diff(host), start)
         object.__setattr__(self, "rotary_dim", rotary_dim)
         object.__setattr__(self, "scaling", scaling)
 
@@ -120,7 +121,7 @@ def resolve_rotation(
             )
         if scaling is not None:
             raise TypeError(
-                f"scaling: expected None with {source}, which has the frequencies, got {scaling!r}"
+                f"scaling: expected None with {source}, which has the frequencies, got {scaling!r:.80}"
             )
         ndim, meaning = (1, "(rotary_dim / 2,)") if cos is None else (2, "(positions, rotary_dim / 2)")
         table = inv_freq if cos is None else cos
@@ -162,13 +163,13 @@ def resolve_rotation(
     return rotary_dim, resolve_scaling(scaling, rotary_dim, head_dim, theta)
 
 
-def check_positions(name: str, table: Any, layout: Layout, start: Any) -> None:
-    """Raise if a row has a position outside of a table, as far as the host can read it."""
-    lengths = None if layout.host_offsets is None else np.diff(layout.host_offsets)
-    first = 0 if start is None else backend(start).peek(start)
-    if lengths is None or first is None:
+def check_positions(
+    name: str, table: Any, lengths: np.ndarray | None, start: np.ndarray | int | None
+) -> None:
+    """Raise if a row that begins at position `start` leaves a table; None is unknown on the host."""
+    if lengths is None or start is None:
         return
-    first, last = np.where(lengths > 0, first, 0), np.where(lengths > 0, first + lengths, 0)
+    first, last = np.where(lengths > 0, start, 0), np.where(lengths > 0, start + lengths, 0)
     if first.min(initial=0) < 0:
         raise ValueError(f"start: expected positions of at least 0 with {name}, got {first.min()}")
     if last.max(initial=0) > table.shape[0]:

@@ -118,11 +118,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         kind = self.rope_type
-        if kind not in _OPTIONS:
-            raise ValueError(
-                f"scaling: expected rope_type {', '.join(map(repr, _OPTIONS))}, got {kind!r}; compute the frequencies "
-                "and pass inv_freq="
-            )
+        _check_type(kind)
         required, optional = _OPTIONS[kind]
         for field in fields(self)[1:]:
             name, x = field.name, getattr(self, field.name)
@@ -178,6 +174,14 @@ class RopeScaling:
         return (growth * self.mscale + 1) / (growth * self.mscale_all_dim + 1)
 
 
+def _check_type(kind: Any) -> None:
+    if kind not in _OPTIONS:
+        raise ValueError(
+            f"scaling: expected rope_type {', '.join(map(repr, _OPTIONS))}, got {kind!r}; compute the frequencies "
+            "and pass inv_freq="
+        )
+
+
 def as_rope_scaling(scaling: Any) -> RopeScaling | FrequencyScaling | None:
     """Return the scaling that a dictionary of a Hugging Face configuration describes.
 
@@ -194,15 +198,14 @@ def as_rope_scaling(scaling: Any) -> RopeScaling | FrequencyScaling | None:
             raise ValueError(
                 f"scaling: expected equal rope_type and type, got {options['rope_type']!r} and {kind!r}"
             )
-    names = [field.name for field in fields(RopeScaling)]
-    if unknown := [name for name in options if name not in names]:
-        kind = options.get("rope_type")
-        raise TypeError(
-            f"scaling: expected only the keys {', '.join(names)}, got {unknown[0]!r} for rope_type {kind!r}; for another "
-            "scaling compute the frequencies and pass inv_freq="
-        )
     if "rope_type" not in options:
         raise TypeError(f"scaling: expected the key 'rope_type', got {[*options]}")
+    _check_type(options["rope_type"])
+    names = [field.name for field in fields(RopeScaling)]
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(
+            f"scaling: expected only the keys {', '.join(names)}, got {unknown[0]!r}; remove it"
+        )
     return RopeScaling(**options)
 
 
