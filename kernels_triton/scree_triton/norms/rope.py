@@ -57,19 +57,22 @@ def _positions(
 def _turns_per_position(
     INV_FREQ,
     BASE: tl.constexpr,
-    SCALING: tl.constexpr,
-    HAS_INV_FREQ: tl.constexpr,
+    INTERCEPT: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    PER_TURN: tl.constexpr,
+    SLOWDOWN: tl.constexpr,
+    TABLES: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Return the frequencies (TOKENS * HALF,) in turns per position."""
+    """Return the frequencies (TOKENS * HALF,) in turns per position; see `angles`."""
     pair = tl.arange(0, TOKENS * HALF) % HALF
-    if HAS_INV_FREQ:
+    rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)
+    if TABLES:
         inv_freq = tl.load(INV_FREQ + pair, mask=pair < ROTARY_DIM // 2, other=0.0)
-        rate = inv_freq.to(tl.float64) * 0.15915494309189535
+        rate *= inv_freq.to(tl.float64)
     else:
-        rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)
         for bit in tl.static_range(9):
             if 1 << bit < HALF:
                 rate *= tl.where(
@@ -77,11 +80,14 @@ def _turns_per_position(
                     tl.full([TOKENS * HALF], BASE ** (1 << bit), tl.float64),
                     1.0,
                 )
-        if SCALING is not None:
-            kept = rate * SCALING[2] + (pair.to(tl.float64) * SCALING[1] + SCALING[0])
+        if SLOWDOWN != 1:
+            # Constants would be rounded to float32 in an expression.
+            kept = tl.full([TOKENS * HALF], INTERCEPT, tl.float64)
+            kept += pair.to(tl.float64) * tl.full([TOKENS * HALF], PER_PAIR, tl.float64)
+            kept += rate * tl.full([TOKENS * HALF], PER_TURN, tl.float64)
             kept = tl.minimum(tl.maximum(kept, 0.0), 1.0)
-            rate *= kept + (1.0 - kept) * SCALING[3]
-    if HAS_INV_FREQ or BASE > 1:
+            rate *= kept + (1.0 - kept) * tl.full([TOKENS * HALF], SLOWDOWN, tl.float64)
+    if TABLES or BASE > 1:
         rate -= tl.floor(rate + 0.5)
     return rate
 
@@ -117,7 +123,11 @@ def angles(
     SIN,
     table_rows,
     BASE: tl.constexpr,
-    SCALING: tl.constexpr,
+    INTERCEPT: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    PER_TURN: tl.constexpr,
+    SLOWDOWN: tl.constexpr,
+    ATTENTION_FACTOR: tl.constexpr,
     TABLES: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -126,10 +136,10 @@ def angles(
     """Return cos and sin (TOKENS, 1, HALF) of `sign` times the angle of each position and pair.
 
     `position` has the shape (TOKENS * HALF,). Without TABLES the angle is
-    ``position * BASE**pair``, scaled by SCALING. With TABLES == "inv_freq" COS has the frequencies.
-    With TABLES == "cos" COS and SIN have table_rows rows of cosines and sines.
+    ``position * BASE**pair``, scaled as in `FrequencyScaling`. With TABLES = 1 COS has the
+    frequencies. With TABLES = 2 COS and SIN have table_rows rows of cosines and sines.
     """
-    if TABLES == "cos":
+    if TABLES == 2:
         pair = tl.arange(0, TOKENS * HALF) % HALF
         # A position outside of the table must not read other memory.
         table_row = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
@@ -138,11 +148,11 @@ def angles(
         sin = tl.load(SIN + entry, mask=mask, other=0.0).to(tl.float32)
     else:
         rate = _turns_per_position(
-            COS, BASE, SCALING, TABLES == "inv_freq", ROTARY_DIM, HALF, TOKENS
+            COS, BASE, INTERCEPT, PER_PAIR, PER_TURN, SLOWDOWN, TABLES, ROTARY_DIM, HALF, TOKENS
         )
         cos, sin = _computed_angles(position, rate)
-        if SCALING is not None:
-            cos, sin = cos * SCALING[4], sin * SCALING[4]
+        if ATTENTION_FACTOR != 1:
+            cos, sin = cos * ATTENTION_FACTOR, sin * ATTENTION_FACTOR
     sin *= sign
     # Packed into one number: otherwise each thread recomputes its angles for every head, instead
     # of receiving them from another thread.
@@ -389,7 +399,11 @@ def rope_kernel(
     K_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     BASE: tl.constexpr,
-    SCALING: tl.constexpr,
+    INTERCEPT: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    PER_TURN: tl.constexpr,
+    SLOWDOWN: tl.constexpr,
+    ATTENTION_FACTOR: tl.constexpr,
     TABLES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_START: tl.constexpr,
@@ -397,7 +411,7 @@ def rope_kernel(
     """Rotate pair i of the token at position p of Q by ``sign * p * BASE**i``; with K_HEADS of K
     too.
 
-    `angles` describes SCALING and TABLES. The elements after the first ROTARY_DIM of a head are
+    `angles` describes the constants of the angles. The elements after the first ROTARY_DIM of a head are
     copied, REST at a time.
     """
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -411,7 +425,21 @@ def rope_kernel(
         )
     position = _positions(OFFSETS, START, n, bisections, HALF, TOKENS, HAS_START)
     cos, sin = angles(
-        position, sign, COS, SIN, table_rows, BASE, SCALING, TABLES, ROTARY_DIM, HALF, TOKENS
+        position,
+        sign,
+        COS,
+        SIN,
+        table_rows,
+        BASE,
+        INTERCEPT,
+        PER_PAIR,
+        PER_TURN,
+        SLOWDOWN,
+        ATTENTION_FACTOR,
+        TABLES,
+        ROTARY_DIM,
+        HALF,
+        TOKENS,
     )
     _rotate_heads(
         Q,
@@ -530,7 +558,7 @@ class Rotation(NamedTuple):
 class RopeVariant(NamedTuple):
     """The arguments that determine a variant of `rope_kernel`, besides the dtypes.
 
-    `tables` is None, "inv_freq" or "cos".
+    `tables` is 0, 1 with frequencies, and 2 with cosines and sines.
     """
 
     heads: tuple[int, int]
@@ -539,8 +567,15 @@ class RopeVariant(NamedTuple):
     base: float
     interleaved: bool
     scaling: tuple[float, ...] | None
-    tables: str | None
+    tables: int
     has_start: bool
+
+
+def angle_constants(scaling: tuple[float, ...] | None, tables: int) -> dict[str, Any]:
+    """Return the constants of `angles` for the fields of a `FrequencyScaling` or None."""
+    names = "INTERCEPT", "PER_PAIR", "PER_TURN", "SLOWDOWN", "ATTENTION_FACTOR"
+    scaling = (0.0, 0.0, 0.0, 1.0, 1.0) if scaling is None else scaling
+    return dict(zip(names, scaling, strict=True)) | {"TABLES": tables}
 
 
 @cache
@@ -552,9 +587,7 @@ def _launch(
     rest = variant.dim - variant.rotary_dim
     rest = triton.next_power_of_2(rest) if rest else 0
     width = max(2 * half, rest)
-    tiles = [
-        min(triton.next_power_of_2(max(h, 1)), _MAX_ELEMENTS // width) for h in variant.heads
-    ]
+    tiles = [min(triton.next_power_of_2(max(h, 1)), _MAX_ELEMENTS // width) for h in variant.heads]
     elements_per_token = width * max(tiles)
     tokens = max(1, _MIN_ELEMENTS // elements_per_token)
     constants = dict(
@@ -568,8 +601,7 @@ def _launch(
         K_TILE=tiles[1],
         TOKENS=tokens,
         BASE=variant.base,
-        SCALING=variant.scaling,
-        TABLES=variant.tables,
+        **angle_constants(variant.scaling, variant.tables),
         INTERLEAVED=variant.interleaved,
         HAS_START=variant.has_start,
     )
@@ -605,7 +637,7 @@ class _LaunchConfig:
             None if shape is None else (*contiguous(shape), dtype) for shape in (q, k)
         )
         table_dtype, self.table_rows = (None, 0) if table is None else table
-        tables = None if table is None else "inv_freq" if sin is None else "cos"
+        tables = 0 if table is None else 1 if sin is None else 2
         variant = RopeVariant(
             heads, dim, rotary_dim, base, interleaved, scaling, tables, start is not None
         )
@@ -811,6 +843,7 @@ def prepare_rope(call: Any) -> Callable[..., Any] | None:
 def rotate_arrays(call: Any) -> Callable[..., Any]:
     """Return a function of the arrays of a `RopeCall`, for calls with the same metadata."""
     rotation = rotation_of(call.x, call.start, call.tables, call)
+    options, has_tables = rotation[5:], rotation[2:5] != (None, None, None)
     q, k = call.x.values, None if call.k is None else call.k.values
     config, needs_grad = (
         rotation.launch_config(q, k),
@@ -820,7 +853,11 @@ def rotate_arrays(call: Any) -> Callable[..., Any]:
     def run(
         x: Any, k: Any, start: Any, inv_freq: Any = None, cos: Any = None, sin: Any = None
     ) -> Any:
-        current = rotation.with_arrays(x.offsets, start, inv_freq, cos, sin)
+        offsets, start = x.offsets.contiguous(), None if start is None else start.contiguous()
+        if has_tables:
+            current = rotation.with_arrays(offsets, start, inv_freq, cos, sin)
+        else:
+            current = Rotation(offsets, start, None, None, None, *options)
         arrays = x.values, None if k is None else k.values, current
         results = (
             _differentiable_rope(*arrays, config)

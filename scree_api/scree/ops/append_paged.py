@@ -210,9 +210,7 @@ def append_paged(
 def _rope_options(rope: Any) -> tuple[RopeOptions, Tables]:
     names = RopeOptions._fields + Tables._fields
     if not isinstance(rope, Mapping) or not {*rope} <= {*names}:
-        raise TypeError(
-            f"rope: expected a dictionary with some of the keys {names}, got {rope!r}"
-        )
+        raise TypeError(f"rope: expected a dictionary with some of the keys {names}, got {rope!r}")
     options = RopeOptions(**{name: x for name, x in rope.items() if name in RopeOptions._fields})
     if options.scaling is not None:
         options = options._replace(scaling=as_rope_scaling(options.scaling))

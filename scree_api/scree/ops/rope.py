@@ -123,7 +123,9 @@ def resolve_rotation(
             raise TypeError(
                 f"scaling: expected None with {source}, which has the frequencies, got {scaling!r:.80}"
             )
-        ndim, meaning = (1, "(rotary_dim / 2,)") if cos is None else (2, "(positions, rotary_dim / 2)")
+        ndim, meaning = (
+            (1, "(rotary_dim / 2,)") if cos is None else (2, "(positions, rotary_dim / 2)")
+        )
         table = inv_freq if cos is None else cos
         for table_name, array in zip(tables._fields, tables, strict=True):
             if array is None:
@@ -261,13 +263,15 @@ def rope(
         "rotary_dim": rotary_dim,
         "scaling": None if scaling is None else as_rope_scaling(scaling),
     }
-    arrays = {"x": x, "k": k, "start": start, "inv_freq": inv_freq, "cos": cos, "sin": sin}
+    arrays = {"x": x, "k": k, "start": start}
+    if inv_freq is not None or cos is not None or sin is not None:
+        arrays |= {"inv_freq": inv_freq, "cos": cos, "sin": sin}
     return _rope.run(arrays, options, kernel)
 
 
 @define_operation("rope", RopeCall)
 def _rope(call: RopeCall) -> Any:
-    layout, xp, rotary_dim = call.x.layout, call.x.layout.xp, call.rotary_dim
+    xp, rotary_dim = call.x.layout.xp, call.rotary_dim
     half, wide = rotary_dim // 2, accumulation_dtype(xp, call.x.dtype)
     cos, sin = _cos_and_sin(call, half, wide)
 

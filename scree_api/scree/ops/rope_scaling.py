@@ -234,7 +234,10 @@ def resolve_scaling(
 
 
 def rope_frequencies(
-    rotary_dim: int, *, theta: float = 10000.0, scaling: RopeScaling | Mapping[str, Any] | None = None
+    rotary_dim: int,
+    *,
+    theta: float = 10000.0,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, float]:
     """Return the frequencies by which `rope` rotates pairs, and the factor of cosines and sines.
 
