@@ -209,5 +209,5 @@ def test_positions_after_the_tables_are_refused_where_the_host_can_read_them():
             if is_valid or not INTERPRETED:  # a device reads the first or the last row
                 scree.rope(x, cos=cos, sin=sin, start=start, kernel="triton")
                 continue
-            with pytest.raises(ValueError, match="cos: expected at least 65 rows|start: expected"):
+            with pytest.raises(ValueError, match=r"cos: expected at least 65 rows|start: expected"):
                 scree.rope(x, cos=cos, sin=sin, start=start, kernel="triton")
