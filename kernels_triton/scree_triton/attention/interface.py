@@ -66,6 +66,8 @@ def rejects(call: Any) -> str | None:
         return "the Triton kernels need the last axis of q, k and v to be contiguous"
     if slopes is not None and (slopes.device != q.device or slopes.requires_grad):
         return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
+    if slopes is not None and slopes.ndim == 2:
+        return "the Triton kernels take ALiBi slopes per head, not per row and head"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
     if call.q.offsets.shape[0] > _MAX_ROWS or total > _MAX_TOKENS or total_k > _MAX_TOKENS:
