@@ -514,7 +514,7 @@ ROPE: dict[str, list[dict[str, Any]]] = {
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
+                "original_max_position_embeddings": 16,
             },
         },
         {
