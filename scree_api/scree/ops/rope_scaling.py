@@ -120,8 +120,8 @@ class RopeScaling:
         kind = self.rope_type
         _check_type(kind)
         required, optional = _OPTIONS[kind]
-        for field in fields(self)[1:]:
-            name, x = field.name, getattr(self, field.name)
+        for name in _NAMES:
+            x = getattr(self, name)
             if x is None:
                 if name in required:
                     raise TypeError(f"scaling: expected {name} for rope_type {kind!r}, got None")
@@ -174,6 +174,10 @@ class RopeScaling:
         return (growth * self.mscale + 1) / (growth * self.mscale_all_dim + 1)
 
 
+#: The options of all types. Compilers cannot trace `dataclasses.fields`.
+_NAMES = tuple(field.name for field in fields(RopeScaling) if field.name != "rope_type")
+
+
 def _check_type(kind: Any) -> None:
     if kind not in _OPTIONS:
         raise ValueError(
@@ -201,10 +205,9 @@ def as_rope_scaling(scaling: Any) -> RopeScaling | FrequencyScaling | None:
     if "rope_type" not in options:
         raise TypeError(f"scaling: expected the key 'rope_type', got {[*options]}")
     _check_type(options["rope_type"])
-    names = [field.name for field in fields(RopeScaling)]
-    if unknown := [name for name in options if name not in names]:
+    if unknown := [name for name in options if name not in ("rope_type", *_NAMES)]:
         raise TypeError(
-            f"scaling: expected only the keys {', '.join(names)}, got {unknown[0]!r}; remove it"
+            f"scaling: expected only the keys rope_type, {', '.join(_NAMES)}, got {unknown[0]!r}; remove it"
         )
     return RopeScaling(**options)
 
