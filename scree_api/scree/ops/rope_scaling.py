@@ -213,14 +213,14 @@ def as_rope_scaling(scaling: Any) -> RopeScaling | FrequencyScaling | None:
 
 
 def resolve_scaling(
-    scaling: Any, rotary_dim: int, head_dim: int, theta: float
+    options: Any, rotary_dim: int, head_dim: int, theta: float
 ) -> FrequencyScaling | None:
     """Return the scaling of the pairs of a rotation.
 
     Raise unless `theta` and `rotary_dim` agree with the numbers of the model in the scaling.
     """
-    scaling = as_rope_scaling(scaling)
-    if not isinstance(scaling, RopeScaling):
+    scaling = as_rope_scaling(options)
+    if scaling is None or isinstance(scaling, FrequencyScaling):
         return scaling
     if scaling.rope_theta is not None and scaling.rope_theta != theta:
         raise ValueError(
@@ -289,10 +289,8 @@ def rope_frequencies(
 
 def check_rotary_dim(rotary_dim: Any, head_dim: int | None = None) -> int:
     """Return `rotary_dim`; raise unless it is even, positive, and at most head_dim."""
-    rotary_dim = checks.check_integer("rotary_dim", rotary_dim)
-    if rotary_dim % 2 or rotary_dim < 2 or (head_dim is not None and rotary_dim > head_dim):
+    size = checks.check_integer("rotary_dim", rotary_dim)
+    if size % 2 or size < 2 or (head_dim is not None and size > head_dim):
         limit = "" if head_dim is None else f", at most head_dim {head_dim}"
-        raise ValueError(
-            f"rotary_dim: expected an even number of at least 2{limit}, got {rotary_dim}"
-        )
-    return rotary_dim
+        raise ValueError(f"rotary_dim: expected an even number of at least 2{limit}, got {size}")
+    return size

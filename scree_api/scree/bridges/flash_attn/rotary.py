@@ -95,13 +95,13 @@ def rotate(
     """
     options = rope_options(cos, sin, interleaved, arr, start, by_position)
     if by_position:
-        return rope(arr, start=start, **options).values  # type: ignore[no-any-return]
+        return rope(arr, start=start, **options).values
     layout, mask = arr.layout, arr.layout.token_mask
     first = layout.per_token(start)
     # Positions of the tail, which have no meaning, may be outside of the table.
     first = first if mask is None else torch.where(mask, first, 0)
     tokens = Array.from_layout(arr.values, equal_rows(layout.total, 1, arr.values))
-    return rope(tokens, start=first, **options).values  # type: ignore[no-any-return]
+    return rope(tokens, start=first, **options).values
 
 
 def rope_options(
