@@ -25,7 +25,9 @@ GROUPS: dict[str, str] = {
         ragged pack unpack from_lengths from_offsets from_cu_seqlens from_segment_ids
         from_padded to_padded""",
     "Along each row": "softmax log_softmax logsumexp topk shift",
-    "Layers": "attention layer_norm rms_norm rope swiglu conv1d split dropout",
+    "Layers": """
+        attention layer_norm rms_norm rope rope_frequencies RopeScaling swiglu conv1d
+        split dropout""",
     "Activations": "relu gelu silu erf",
     "Paged caches": "paged_attention append_paged merge_attention validate_pages PagePool",
     "Losses": "cross_entropy linear_cross_entropy",

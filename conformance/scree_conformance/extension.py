@@ -498,6 +498,81 @@ def rope(bench: Bench, layout: Layout, dtype: str) -> None:
         )
 
 
+#: Positions of the tables of cosines and sines, more than any row has.
+POSITIONS = 600
+#: Options of `rope`; frequencies and tables are given by their number of pairs.
+ROPE: dict[str, list[dict[str, Any]]] = {
+    "partial": [{"rotary_dim": 4}, {"rotary_dim": 2, "theta": 300.0, "interleaved": True}],
+    "inv_freq": [{"inv_freq": 4}, {"inv_freq": 3, "interleaved": True}],
+    "cos and sin": [{"cos": 4}, {"cos": 1, "interleaved": True}],
+    "scaling": [
+        {"scaling": {"rope_type": "linear", "factor": 4.0}},
+        {
+            "theta": 500.0,
+            "scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        {
+            "theta": 500.0,
+            "rotary_dim": 6,
+            "scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 300,
+            },
+        },
+    ],
+}
+
+
+def rope_arrays(bench: Bench, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return options with the numbers of frequencies and tables, as arrays and as NumPy arrays."""
+    exact, rng = dict(options), np.random.default_rng(0)
+    if "inv_freq" in options:
+        exact["inv_freq"] = rng.uniform(-1, 1, options["inv_freq"]).astype(np.float32)
+    if "cos" in options:
+        tables = rng.standard_normal((2, POSITIONS, options["cos"])).astype(np.float32)
+        exact["cos"], exact["sin"] = tables
+    arrays = {
+        name: bench.lib.make(x, "float32") if isinstance(x, np.ndarray) else x
+        for name, x in exact.items()
+    }
+    return arrays, exact
+
+
+def rope_options(bench: Bench, layout: Layout, dtype: str, *, cases: list[dict[str, Any]]) -> None:
+    """Queries and keys with one option of `rope`, at positions from 0 and from a start on."""
+    starts = [3 * (i % 5) for i in range(len(lengths_of(layout)))]
+    start = bench.lib.make(np.asarray(starts, np.int32), "int32")
+    x = bench.ragged(layout, (2, 8), dtype)
+    for case in cases:
+        arrays, exact = rope_arrays(bench, case)
+        bench.check(
+            lambda a, arrays=arrays: bench.run(bench.xp.ragged.rope, a, start=start, **arrays),
+            partial(oracle.rope, start=starts, **exact),
+            x,
+            transcendental=True,
+            note=f"{case}: ",
+        )
+        bench.check(
+            lambda q, k, arrays=arrays: bench.run(bench.xp.ragged.rope, q, k, **arrays),
+            lambda q, k, exact=exact: (oracle.rope(q, **exact), oracle.rope(k, **exact)),
+            x,
+            bench.like(x, (1, 8), dtype),
+            transcendental=True,
+            note=f"{case}: ",
+        )
+
+
+for _rope_name, _rope_cases in ROPE.items():
+    operation(f"ragged.rope: {_rope_name}", kernel="rope")(partial(rope_options, cases=_rope_cases))
+
+
 # ------------------------------------------------------------------------------- gather and scatter
 def _random_index(bench: Bench, layout: Layout, size: int, distinct: bool) -> Input:
     total_length = sum(lengths_of(layout))
@@ -746,14 +821,17 @@ operation("ragged.attention: large numbers", (ALL[0],), (*LARGE, "float32"), ker
 
 @operation("ragged.attention: ALiBi and sinks", (ALL[0], "blocks", "all_empty"), kernel="attention")
 def biases(bench: Bench, layout: Layout, dtype: str) -> None:
-    """ALiBi slopes and sinks per head, alone and with options that change the scores."""
+    """ALiBi slopes and sinks, alone and with options that change the scores."""
     slopes, sinks = np.asarray([0.5, 0.125, 0.0, 1.0]), np.asarray([0.0, 2.0, -1.0, 0.5])
     lengths = lengths_of(layout)
+    per_row = slopes * (0.25 * np.arange(len(lengths)) % 2)[:, None]
     q = bench.ragged(lengths, (4, 8), dtype)
     k = bench.ragged([*lengths[2:], *lengths[:2]], (2, 8), dtype)
     for parameters, options in (
         ({"alibi_slopes": slopes}, {}),
         ({"alibi_slopes": slopes}, {"causal": True, "window": 9, "softcap": 2.0}),
+        ({"alibi_slopes": per_row}, {"causal": True}),
+        ({"alibi_slopes": per_row, "sinks": sinks}, {"window": (70, 3), "softcap": 2.0}),
         ({"sinks": sinks}, {"causal": True}),
         ({"alibi_slopes": slopes, "sinks": sinks}, {"window": (5, 2), "deterministic": True}),
     ):

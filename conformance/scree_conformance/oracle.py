@@ -358,24 +358,71 @@ def rope(
     theta: float = 10000.0,
     interleaved: bool = False,
     start: Sequence[int] | None = None,
+    rotary_dim: int | None = None,
+    inv_freq: Sequence[float] | None = None,
+    scaling: dict[str, Any] | None = None,
+    cos: np.ndarray | None = None,
+    sin: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Rotate pair i of the token at position p by ``p * theta ** (-2 i / head_dim)``.
+    """Rotate pair i of the token at position p by ``p * theta ** (-2 i / rotary_dim)``.
 
-    A pair is two adjacent elements, or one element of each half.
+    A pair is two adjacent elements, or one element of each half. Frequencies, or the cosine and the
+    sine of each position and pair, may be given.
     """
     out = []
     for row, first_position in zip(rows, start or [0] * len(rows), strict=True):
-        rotated, head_dim = np.empty_like(row), row.shape[-1]
-        positions = np.arange(row.shape[0], dtype=row.dtype) + first_position
-        positions = positions.reshape(-1, *(1,) * (row.ndim - 2))
-        for i in range(head_dim // 2):
-            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + head_dim // 2)
-            angle = positions * row.dtype.type(theta ** (-2 * i / head_dim))
-            cos, sin = np.cos(angle), np.sin(angle)
-            rotated[..., first] = row[..., first] * cos - row[..., second] * sin
-            rotated[..., second] = row[..., second] * cos + row[..., first] * sin
+        rotated, as_scalar = row.copy(), row.dtype.type
+        if cos is not None:
+            half = cos.shape[1]
+        else:
+            half = (rotary_dim or row.shape[-1]) // 2 if inv_freq is None else len(inv_freq)
+        positions = np.arange(row.shape[0]) + first_position
+        for i in range(half):
+            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            if cos is not None and sin is not None:
+                c, s = (x[positions, i].astype(row.dtype) for x in (cos, sin))
+            else:
+                frequency, factor = theta ** (-i / half) if inv_freq is None else inv_freq[i], 1.0
+                if scaling is not None:
+                    frequency, factor = _scaled(frequency, i, 2 * half, theta, **scaling)
+                angle = positions.astype(row.dtype) * as_scalar(frequency)
+                c, s = (f(angle) * as_scalar(factor) for f in (np.cos, np.sin))
+            c, s = (x.reshape(-1, *(1,) * (row.ndim - 2)) for x in (c, s))
+            rotated[..., first] = row[..., first] * c - row[..., second] * s
+            rotated[..., second] = row[..., second] * c + row[..., first] * s
         out.append(rotated)
     return out
+
+
+def _scaled(
+    frequency: float,
+    pair: int,
+    dim: int,
+    theta: float,
+    rope_type: str,
+    factor: float,
+    **options: Any,
+) -> tuple[float, float]:
+    """Return the scaled frequency of one pair, and the factor of its cosine and sine."""
+    if rope_type == "linear":
+        return frequency / factor, 1.0
+    length = options["original_max_position_embeddings"]
+    if rope_type == "llama3":
+        low, high = options["low_freq_factor"], options["high_freq_factor"]
+        wavelength = 2 * math.pi / frequency
+        if wavelength < length / high:
+            return frequency, 1.0
+        if wavelength > length / low:
+            return frequency / factor, 1.0
+        smooth = (length / wavelength - low) / (high - low)
+        return (1 - smooth) * frequency / factor + smooth * frequency, 1.0
+
+    def pair_with(turns: float) -> float:
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = max(math.floor(pair_with(32)), 0), min(math.ceil(pair_with(1)), dim - 1)
+    ramp = min(max((pair - first) / (last - first), 0.0), 1.0)
+    return frequency / factor * ramp + frequency * (1 - ramp), 0.1 * math.log(factor) + 1
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -419,11 +466,15 @@ def attention(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return output and log-sum-exp of each row.
 
-    `rounding` rounds scores and weights, as an implementation that stores them in half precision.
+    ALiBi slopes are one number per head, or per row and head. `rounding` rounds scores and weights,
+    as an implementation that stores them in half precision.
     """
     out, lse = [], []
-    for row_q, row_k, row_v in zip(q, k, v, strict=True):
+    for row, (row_q, row_k, row_v) in enumerate(zip(q, k, v, strict=True)):
         (queries, heads, head_dim), (keys, kv_heads, _) = row_q.shape, row_k.shape
+        slopes = alibi_slopes
+        if slopes is not None and np.ndim(slopes) == 2:
+            slopes = slopes[row]
         as_scalar = row_q.dtype.type
         row_out = np.zeros((queries, heads, row_v.shape[2]), row_q.dtype)
         row_lse = np.full((queries, heads), -math.inf, row_q.dtype)
@@ -436,9 +487,9 @@ def attention(
             )
             if softcap is not None:
                 scores = as_scalar(softcap) * np.tanh(scores / as_scalar(softcap))
-            if alibi_slopes is not None:
+            if slopes is not None:
                 distances = np.abs(_query_positions(queries, keys) - np.arange(keys))
-                scores = scores - as_scalar(alibi_slopes[head]) * distances
+                scores = scores - as_scalar(slopes[head]) * distances
             mask = attention_mask(queries, keys, causal, window)
             # A sink is a key that every query sees, with the value 0.
             if sinks is not None:

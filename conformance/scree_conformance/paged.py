@@ -12,6 +12,7 @@ import scree
 from . import oracle
 from .backends import HALF
 from .bench import Bench, Input
+from .extension import rope_arrays
 from .layouts import ALL, Layout, lengths_of
 from .table import DTYPES, operation
 
@@ -24,6 +25,15 @@ PAGED: dict[str, tuple[int, dict[str, Any]]] = {
     "paged_attention: window": (4, {"window": 5}),
     "paged_attention: not causal": (4, {"causal": False}),
     "paged_attention: slopes": (4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
+    "paged_attention: slopes per row": (4, {"slopes_per_row": True, "window": 20}),
+}
+#: Name -> options of the rotation; frequencies and tables are given by their number of pairs.
+ROPE: dict[str, dict[str, Any]] = {
+    "rope": {"theta": 100.0, "interleaved": True},
+    "partial rope": {"rotary_dim": 4},
+    "rope with inv_freq": {"inv_freq": 3, "interleaved": True},
+    "rope with cos and sin": {"cos": 2},
+    "rope with scaling": {"scaling": {"rope_type": "linear", "factor": 4.0}},
 }
 
 
@@ -68,7 +78,7 @@ def paged_attention(
     bench: Bench, layout: Layout, dtype: str, *, page_size: int, options: dict[str, Any]
 ) -> None:
     """Output and log-sum-exp of decoding and prefill rows, with ragged and dense page tables."""
-    lengths = lengths_of(layout)
+    lengths, options = lengths_of(layout), dict(options)
     cache = Cache(bench, lengths, page_size)
     q = bench.ragged(last_tokens(lengths), (HEADS, HEAD_DIM), dtype)
     k = bench.ragged(lengths, (KV_HEADS, HEAD_DIM), dtype)
@@ -81,6 +91,11 @@ def paged_attention(
         name: bench.lib.make(np.asarray(x), "float32") if isinstance(x, tuple) else x
         for name, x in options.items()
     }
+    if options.pop("slopes_per_row", False):
+        exponents = (np.arange(len(lengths))[:, None] + np.arange(HEADS)) % 4 + 1
+        slopes = (0.5**exponents).astype(np.float32)
+        options["alibi_slopes"] = slopes
+        arrays = {**options, "alibi_slopes": bench.lib.make(slopes, "float32")}
     reference = partial(oracle.attention, **{"causal": True, **options})
     low_precision = None
     provider = scree.explain("attention", q.array, k.array, v.array).provider
@@ -144,8 +159,9 @@ def append_paged(bench: Bench, layout: Layout, dtype: str) -> None:
             np.testing.assert_array_equal(bench.lib.read(pages), expected)
 
 
-@operation("ragged.append_paged: rope", ("plain", "blocks"), kernel="append_paged")
-def append_paged_with_rope(bench: Bench, layout: Layout, dtype: str) -> None:
+def append_paged_with_rope(
+    bench: Bench, layout: Layout, dtype: str, *, options: dict[str, Any]
+) -> None:
     """The queries and keys are rotated as by `rope` with the positions in the cache."""
     lengths = lengths_of(layout)
     new = last_tokens(lengths)
@@ -154,7 +170,7 @@ def append_paged_with_rope(bench: Bench, layout: Layout, dtype: str) -> None:
     k = bench.like(q, (KV_HEADS, HEAD_DIM), dtype)
     empty = [np.zeros((0, KV_HEADS, HEAD_DIM))] * len(lengths)
     pages = [bench.lib.make(cache.fill(empty, (KV_HEADS, HEAD_DIM), dtype), dtype) for _ in "kv"]
-    options = {"theta": 100.0, "interleaved": True}
+    options, _ = rope_arrays(bench, options)
     table = cache.table(is_ragged=True)
     k_pages, _, rotated = bench.run(
         bench.xp.ragged.append_paged,
@@ -169,6 +185,12 @@ def append_paged_with_rope(bench: Bench, layout: Layout, dtype: str) -> None:
     for numbers, row, n in zip(cache.pages, rows, lengths, strict=True):
         for i, entry in enumerate(row, n - len(row)):
             np.testing.assert_array_equal(written[numbers[i // 4], i % 4], entry)
+
+
+for _name, _options in ROPE.items():
+    operation(f"ragged.append_paged: {_name}", ("plain", "blocks"), kernel="append_paged")(
+        partial(append_paged_with_rope, options=_options)
+    )
 
 
 @operation("ragged.validate_pages", ALL, ("float32",))

@@ -85,8 +85,19 @@ def _paged_attention(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> tor
 def _append_paged(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     (pages, table, lengths), k = _cache(x), _heads(x.with_values(x.values.detach()))
     caches, xp = (torch.zeros_like(pages), torch.zeros_like(pages)), scree.namespace(x)
-    k_pages, v_pages, q = xp.ragged.append_paged(*caches, k, k, table, lengths, q=k, rope={})
+    rope = {"rotary_dim": DIM // 2, "scaling": {"rope_type": "linear", "factor": 2.0}}
+    k_pages, v_pages, q = xp.ragged.append_paged(*caches, k, k, table, lengths, q=k, rope=rope)
     return k_pages + v_pages + q.values[:, None]
+
+
+def _rope_with_tables(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    numbers = weight.detach().reshape(-1)[: 2 * max(LENGTHS) * (DIM // 4)]
+    cos, sin = numbers.reshape(2, max(LENGTHS), DIM // 4)
+    return scree.namespace(x).ragged.rope(_heads(x), cos=cos, sin=sin).values
+
+
+def _rope_with_frequencies(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return scree.namespace(x).ragged.rope(_heads(x), inv_freq=weight.detach()[0, :4]).values
 
 
 def _of(function: Callable[[Any, Any], Any]) -> Callable[..., torch.Tensor]:
@@ -107,6 +118,8 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "rms_norm": lambda x, w, c: scree.namespace(x).ragged.rms_norm(x, w[0]).values,
     "layer_norm": lambda x, w, c: scree.namespace(x).ragged.layer_norm(x, w[0], w[1]).values,
     "rope": _of(lambda xp, x: xp.ragged.rope(_heads(x))),
+    "rope_with_tables": _rope_with_tables,
+    "rope_with_frequencies": _rope_with_frequencies,
     "swiglu": _of(lambda xp, x: xp.ragged.swiglu(x)),
     "softmax": _of(lambda xp, x: xp.ragged.softmax(x)),
     "log_softmax": _of(lambda xp, x: xp.ragged.log_softmax(x)),

@@ -259,6 +259,7 @@ def test_autotune_measures_each_kind_once(monkeypatch, capsys, tmp_path):
     [
         (dict(scale=-1.0), "positive scale"),
         (dict(alibi_slopes=torch.ones(2, device=DEVICE, requires_grad=True)), "slopes"),
+        (dict(alibi_slopes=torch.ones(2, 2, device=DEVICE)), "not per row and head"),
         (dict(width=300), "head_dim 16 to 256"),
         (dict(dtype=torch.float64), "float16, bfloat16 and float32"),
         (dict(strided=True), "contiguous"),

@@ -345,6 +345,7 @@ def test_rejections():
     for change, message in (
         ({"q": q.with_values(q.values.clone().requires_grad_())}, "no gradients"),
         ({"k_pages": caches[0].mT.contiguous().mT}, "last axis"),
+        ({"alibi_slopes": torch.ones(1, 4, device=DEVICE)}, "per head, not per row and head"),
     ):
         arguments = {"q": q, "k_pages": caches[0], "v_pages": caches[1], **change}
         with pytest.raises(ValueError, match=message):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .data.bucket import bucket
     from .explanation import explain
     from .io import load, save
+    from .ops.rope_scaling import RopeScaling, rope_frequencies
     from .page_pool import PagePool
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "Array",
     "Namespace",
     "PagePool",
+    "RopeScaling",
     "at",
     "bridges",
     "bucket",
@@ -37,6 +39,7 @@ __all__ = [
     "namespace",
     "ragged",
     "register_kernel",
+    "rope_frequencies",
     "save",
     "unregister_kernel",
     "xp",
@@ -46,10 +49,12 @@ __all__ += ragged.__all__
 #: Names that few programs need -> the module that is imported on first use.
 _LAZY = {
     "PagePool": "page_pool",
+    "RopeScaling": "ops.rope_scaling",
     "bucket": "data.bucket",
     "data": "data",
     "explain": "explanation",
     "load": "io",
+    "rope_frequencies": "ops.rope_scaling",
     "save": "io",
     "xp": "xp",
 }

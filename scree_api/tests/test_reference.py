@@ -40,6 +40,7 @@ CLASSES = {
     "Array": {"Returns"},
     "Namespace": {"Parameters", "Returns"},
     "PagePool": {"Returns"},
+    "RopeScaling": {"Returns"},
     "data.Interleaved": {"Parameters", "Returns"},
     "data.TokenBudgetSampler": {"Returns"},
     "explanation.Explanation": {"Parameters", "Returns"},

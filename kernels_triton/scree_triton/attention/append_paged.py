@@ -1,6 +1,6 @@
 """New tokens written to a paged cache, and their rotation, in one launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,7 +10,15 @@ import triton.language as tl
 
 import scree
 
-from ..norms.rope import angles, load_pairs, rotate_and_store
+from ..norms.rope import (
+    angle_constants,
+    angles,
+    copy_rest,
+    load_pairs,
+    rotate_and_store,
+    standard_options,
+    unsupported_tables,
+)
 from ..runtime.autograd import needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
@@ -63,19 +71,24 @@ def _rotate_token(
     out_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Rotate the heads of one token."""
     first = tl.zeros([1], tl.int64)
-    a, b = load_pairs(X, first, 1, 0, HEADS, 0, stride, DIM, HALF, BLOCK_H, INTERLEAVED)
+    a, b = load_pairs(X, first, 1, 0, HEADS, 0, stride, ROTARY_DIM, HALF, BLOCK_H, INTERLEAVED)
     rotate_and_store(
-        OUT, a, b, cos, sin, first, 1, 0, HEADS, 0, out_stride, DIM, HALF, BLOCK_H, 1, INTERLEAVED
-    )
+        OUT, a, b, cos, sin, first, 1, 0, HEADS, 0, out_stride, ROTARY_DIM, HALF, BLOCK_H, 1,
+        INTERLEAVED,
+    )  # fmt: skip
+    if REST:
+        copy_rest(X, OUT, first, 1, HEADS, 0, stride, 0, out_stride, DIM, ROTARY_DIM, REST, BLOCK_H)
 
 
-@triton.jit(do_not_specialize=("n", "table_width"))
+@triton.jit(do_not_specialize=("n", "table_width", "table_rows"))
 def append_paged_kernel(
     K_PAGES,
     V_PAGES,
@@ -87,6 +100,8 @@ def append_paged_kernel(
     PAGE_OFFSETS,
     KV_LENGTHS,
     OFFSETS,
+    COS,
+    SIN,
     stride_kp,
     stride_ks,
     stride_kh,
@@ -101,6 +116,7 @@ def append_paged_kernel(
     stride_qh,
     n,
     table_width,
+    table_rows,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -111,14 +127,23 @@ def append_paged_kernel(
     BLOCK_Q: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_RAGGED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
     BASE: tl.constexpr,
+    INTERCEPT: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    PER_TURN: tl.constexpr,
+    SLOWDOWN: tl.constexpr,
+    ATTENTION_FACTOR: tl.constexpr,
+    TABLES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Write one token of K and V, (total, HEADS, DIM) and (total, HEADS, DIM_V), to its page.
 
-    With BASE > 0 the keys, and the Q_HEADS heads of Q, are rotated by the position of the token in
-    the cache.
+    With ROTARY_DIM > 0 the keys, and the Q_HEADS heads of Q, are rotated by the position of the
+    token in the cache; see `angles`.
     """
     token = tl.program_id(0).to(tl.int64)
     row = n * 0
@@ -140,17 +165,20 @@ def append_paged_kernel(
             V + token * stride_vt, V_PAGES, stride_vth, stride_vh, HEADS, DIM_V, BLOCK_H, BLOCK_DV
         )
         K += token * stride_kt
-        if BASE > 0:
-            HALF: tl.constexpr = BLOCK_D // 2
-            cos, sin = angles(position + tl.zeros([HALF], tl.int64), 1, BASE, HALF, 1)
+        if ROTARY_DIM > 0:
+            cos, sin = angles(
+                position + tl.zeros([HALF], tl.int64), 1, COS, SIN, table_rows, BASE, INTERCEPT,
+                PER_PAIR, PER_TURN, SLOWDOWN, ATTENTION_FACTOR, TABLES, ROTARY_DIM, HALF, 1,
+            )  # fmt: skip
             _rotate_token(
-                K, K_PAGES, cos, sin, stride_kth, stride_kh, HEADS, DIM, HALF, BLOCK_H, INTERLEAVED
-            )
+                K, K_PAGES, cos, sin, stride_kth, stride_kh, HEADS, DIM, ROTARY_DIM, HALF, REST,
+                BLOCK_H, INTERLEAVED,
+            )  # fmt: skip
             if Q_HEADS > 0:
                 Q_OUT += token * (Q_HEADS * DIM)
                 _rotate_token(
-                    Q + token * stride_qt, Q_OUT, cos, sin, stride_qh, DIM, Q_HEADS, DIM, HALF,
-                    BLOCK_Q, INTERLEAVED,
+                    Q + token * stride_qt, Q_OUT, cos, sin, stride_qh, DIM, Q_HEADS, DIM,
+                    ROTARY_DIM, HALF, REST, BLOCK_Q, INTERLEAVED,
                 )  # fmt: skip
         else:
             _copy_token(K, K_PAGES, stride_kth, stride_kh, HEADS, DIM, BLOCK_H, BLOCK_D)
@@ -170,6 +198,8 @@ class AppendArgs:
     PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
     OFFSETS: Pointer
+    COS: Pointer
+    SIN: Pointer
     stride_kp: Stride
     stride_ks: Stride
     stride_kh: Stride
@@ -184,21 +214,31 @@ class AppendArgs:
     stride_qh: Stride
     n: Number
     table_width: Number
+    table_rows: Number
+
+
+class _Rotation(NamedTuple):
+    """The rotation of a call; rotary_dim 0 is none. See `Rotation` of `norms.rope`."""
+
+    base: float = 0.0
+    interleaved: bool = False
+    rotary_dim: int = 0
+    scaling: tuple[float, ...] | None = None
 
 
 class _Shape(NamedTuple):
     """Arguments that determine a kernel."""
 
     device: torch.device
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype | None, ...]
     heads: int
     dim: int
     dim_v: int
     q_heads: int
     page_size: int
     is_table_ragged: bool
-    base: float
-    interleaved: bool
+    rotation: _Rotation
+    tables: int
     rows_at_a_time: int
 
 
@@ -209,6 +249,8 @@ def _launch(shape: _Shape) -> Launch:
         for size in (shape.heads, shape.dim, shape.dim_v, shape.q_heads)
     )
     elements = max(block_h * max(block_d, block_dv), block_q * block_d)
+    rotation = shape.rotation
+    rest = shape.dim - rotation.rotary_dim if rotation.rotary_dim else 0
     return Launch(
         append_paged_kernel,
         dict(
@@ -222,8 +264,12 @@ def _launch(shape: _Shape) -> Launch:
             BLOCK_Q=block_q,
             PAGE_SIZE=shape.page_size,
             IS_RAGGED=shape.is_table_ragged,
-            BASE=shape.base,
-            INTERLEAVED=shape.interleaved,
+            ROTARY_DIM=rotation.rotary_dim,
+            HALF=triton.next_power_of_2(max(rotation.rotary_dim // 2, 1)),
+            REST=triton.next_power_of_2(rest) if rest else 0,
+            BASE=rotation.base,
+            **angle_constants(rotation.scaling, shape.tables),
+            INTERLEAVED=rotation.interleaved,
             ROWS=shape.rows_at_a_time,
         ),
         dict(num_warps=min(max(triton.next_power_of_2(elements // _ELEMENTS_PER_WARP), 1), 8)),
@@ -241,8 +287,10 @@ def _prepare(
     page_offsets: torch.Tensor | None,
     kv_lengths: torch.Tensor,
     offsets: torch.Tensor,
-    base: float,
-    interleaved: bool,
+    inv_freq: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rotation: _Rotation,
 ) -> Callable[..., torch.Tensor | None]:
     """Return a function that writes k and v of these sizes and strides to the pages.
 
@@ -252,14 +300,14 @@ def _prepare(
     arrays = k_pages, v_pages, k, v, q, pages, page_offsets, kv_lengths, offsets
     shape = _Shape(
         k.device,
-        tuple(x.dtype for x in arrays if x is not None),
+        tuple(None if x is None else x.dtype for x in (*arrays, inv_freq, cos, sin)),
         *k.shape[1:],
         v.shape[2],
         0 if q is None else q.shape[1],
         k_pages.shape[1],
         is_ragged,
-        base,
-        interleaved,
+        rotation,
+        2 if cos is not None else 1 if inv_freq is not None else 0,
         next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
     )
     stride_kp, stride_ks, stride_kh, _ = k_pages.stride()
@@ -283,6 +331,7 @@ def _prepare(
         stride_qh=stride_qh,
         n=n,
         table_width=0 if is_ragged else pages.stride(0),
+        table_rows=0 if cos is None else cos.shape[0],
     )
     launch, new = _launch(shape), empty(k.device.type)
     out_spec = None if q is None else (*contiguous(tuple(q.shape)), q.dtype)
@@ -297,9 +346,14 @@ def _prepare(
         page_offsets: torch.Tensor | None,
         kv_lengths: torch.Tensor,
         offsets: torch.Tensor,
+        inv_freq: torch.Tensor | None = None,
+        cos: torch.Tensor | None = None,
+        sin: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         q_out = None if out_spec is None else new(*out_spec)
         if n and total:
+            if cos is None:
+                cos = k if inv_freq is None else inv_freq
             args = append_args(
                 K_PAGES=k_pages,
                 V_PAGES=v_pages,
@@ -311,6 +365,8 @@ def _prepare(
                 PAGE_OFFSETS=pages if page_offsets is None else page_offsets,
                 KV_LENGTHS=kv_lengths,
                 OFFSETS=offsets,
+                COS=cos,
+                SIN=cos if sin is None else sin,
             )
             launch(total, args)
         return q_out
@@ -326,8 +382,8 @@ def rejects(call: Any) -> str | None:
     arrays = [x for x in (call.k_pages, call.v_pages, k, v, q) if x is not None]
     if any(x.stride(-1) != 1 for x in arrays):
         return "the Triton kernels need the last axis of caches, k, v and q to be contiguous"
-    if call.rope is not None and k.shape[2] % 2:
-        return f"the Triton kernels rotate an even head_dim, not {k.shape[2]}"
+    if reason := unsupported_tables(call.tables):
+        return reason
     if q is not None and (q.dtype != k.dtype or q.shape[2] != k.shape[2]):
         return "the Triton kernels rotate q and k of one dtype and one head_dim"
     sizes = (triton.next_power_of_2(x.shape[-2] * x.shape[-1]) for x in arrays)
@@ -349,10 +405,10 @@ def append_paged(call: Any) -> tuple[Any, ...]:
     if not uses_operators(call.k_pages, call.v_pages, *values):
         append = prepare_append_paged(call)
         arrays = call.k_pages, call.v_pages, call.page_table, call.kv_lengths
-        return append(call.k, call.v, q, *arrays)  # type: ignore[no-any-return]
+        return append(call.k, call.v, q, *arrays, *call.tables)  # type: ignore[no-any-return]
     caches, table = (call.k_pages, call.v_pages), call.page_table
     indices = table.values, table.offsets, call.kv_lengths, call.k.offsets
-    out = _op(*caches, *values, *indices, *_rotation_of(call))
+    out = _op(*caches, *values, *indices, *call.tables, *_rotation_of(call))
     return caches if q is None else (*caches, q.with_values(out))
 
 
@@ -369,6 +425,9 @@ def prepare_append_paged(call: Any) -> Callable[..., Any]:
         v_pages: torch.Tensor,
         page_table: Any,
         kv_lengths: torch.Tensor,
+        inv_freq: torch.Tensor | None = None,
+        cos: torch.Tensor | None = None,
+        sin: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
         is_ragged = not isinstance(page_table, torch.Tensor)
         if is_ragged:
@@ -386,28 +445,28 @@ def prepare_append_paged(call: Any) -> Callable[..., Any]:
             page_offsets,
             kv_lengths.contiguous(),
             k.offsets.contiguous(),
+            *(x if x is None else x.contiguous() for x in (inv_freq, cos, sin)),
         )
         if is_ragged not in prepared:
-            prepared[is_ragged] = _prepare(*arrays, *rotation)
+            prepared[is_ragged] = _prepare(*arrays, rotation)
         out = prepared[is_ragged](*arrays)
         return (k_pages, v_pages) if q is None else (k_pages, v_pages, q.with_values(out))
 
     return append
 
 
-def _rotation_of(call: Any) -> tuple[float, bool]:
-    """Return the ratio of the rates of consecutive pairs, 0 without rotation; and `interleaved`."""
+def _rotation_of(call: Any) -> _Rotation:
     if call.rope is None:
-        return 0.0, False
-    return float(call.rope.theta) ** (-2 / call.k.values.shape[-1]), bool(call.rope.interleaved)
+        return _Rotation()
+    theta, interleaved, rotary_dim, scaling = call.rope
+    scaling = None if scaling is None else tuple(scaling)
+    return _Rotation(float(theta) ** (-2 / rotary_dim), bool(interleaved), rotary_dim, scaling)
 
 
-def _standard(
-    k_pages, v_pages, k, v, q, pages, page_offsets, kv_lengths, offsets, base, interleaved
-):
+def _standard(k_pages, v_pages, k, v, q, pages, page_offsets, kv_lengths, offsets, *rotation):
     """Compute the operator without kernels; see `_run_operator`."""
     rows = scree.Array(k, offsets)
-    rope = {"theta": base ** (-k.shape[2] / 2), "interleaved": interleaved} if base else None
+    rope = standard_options(*rotation) if _Rotation(*rotation[3:]).rotary_dim else None
     _, _, *rotated = scree.append_paged(
         k_pages,
         v_pages,
@@ -433,12 +492,19 @@ def _run_operator(
     page_offsets: torch.Tensor,
     kv_lengths: torch.Tensor,
     offsets: torch.Tensor,
+    inv_freq: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     base: float,
     interleaved: bool,
+    rotary_dim: int,
+    scaling: Sequence[float] | None,
 ) -> torch.Tensor:
     indices = (x.contiguous() for x in (pages, page_offsets, kv_lengths, offsets))
-    arrays = k_pages, v_pages, k, v, q, *indices
-    out = _prepare(*arrays, base, interleaved)(*arrays)
+    tables = (x if x is None else x.contiguous() for x in (inv_freq, cos, sin))
+    arrays = k_pages, v_pages, k, v, q, *indices, *tables
+    scaling = None if scaling is None else tuple(scaling)
+    out = _prepare(*arrays, _Rotation(base, interleaved, rotary_dim, scaling))(*arrays)
     return k.new_empty(0) if out is None else out
 
 

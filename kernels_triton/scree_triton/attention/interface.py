@@ -58,6 +58,8 @@ def rejects(call: Any) -> str | None:
     slopes = call.alibi_slopes
     if slopes is not None and (slopes.device != q.device or slopes.requires_grad):
         return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
+    if slopes is not None and slopes.ndim == 2:
+        return "the Triton kernels take ALiBi slopes per head, not per row and head"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
     return None

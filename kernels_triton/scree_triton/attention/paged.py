@@ -542,6 +542,8 @@ def rejects(call: Any) -> str | None:
         return "the Triton kernels need the last axis of q, k and v to be contiguous"
     if q.shape[1] // k.shape[2] > _MAX_ROWS:
         return f"the Triton kernels take up to {_MAX_ROWS} query heads per key head"
+    if call.alibi_slopes is not None and call.alibi_slopes.ndim == 2:
+        return "the Triton kernels take ALiBi slopes per head, not per row and head"
     arrays = q, k, v, call.alibi_slopes, call.k_scale, call.v_scale
     if needs_gradient(*(x for x in arrays if isinstance(x, torch.Tensor))):
         return "the Triton kernels compute no gradients of attention to a cache"

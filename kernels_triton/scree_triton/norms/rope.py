@@ -6,7 +6,7 @@ bisection, so positions restart in each row without an array of positions.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 import scree
+from scree.ops.rope_scaling import FrequencyScaling
 
 from ..layout.offsets import row_of
 from ..runtime.autograd import differentiable, save_args, saved_args
@@ -53,24 +54,52 @@ def _positions(
 
 
 @triton.jit
-def angles(position, sign, BASE: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr):
-    """Return cos and sin (TOKENS, 1, HALF) of ``sign * position * BASE**pair``.
+def _turns_per_position(
+    INV_FREQ,
+    BASE: tl.constexpr,
+    INTERCEPT: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    PER_TURN: tl.constexpr,
+    SLOWDOWN: tl.constexpr,
+    TABLES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Return the frequencies (TOKENS * HALF,) in turns per position; see `angles`."""
+    pair = tl.arange(0, TOKENS * HALF) % HALF
+    rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)
+    if TABLES:
+        inv_freq = tl.load(INV_FREQ + pair, mask=pair < ROTARY_DIM // 2, other=0.0)
+        rate *= inv_freq.to(tl.float64)
+    else:
+        for bit in tl.static_range(9):
+            if 1 << bit < HALF:
+                rate *= tl.where(
+                    (pair >> bit) & 1 > 0,
+                    tl.full([TOKENS * HALF], BASE ** (1 << bit), tl.float64),
+                    1.0,
+                )
+        if SLOWDOWN != 1:
+            # Constants would be rounded to float32 in an expression.
+            kept = tl.full([TOKENS * HALF], INTERCEPT, tl.float64)
+            kept += pair.to(tl.float64) * tl.full([TOKENS * HALF], PER_PAIR, tl.float64)
+            kept += rate * tl.full([TOKENS * HALF], PER_TURN, tl.float64)
+            kept = tl.minimum(tl.maximum(kept, 0.0), 1.0)
+            rate *= kept + (1.0 - kept) * tl.full([TOKENS * HALF], SLOWDOWN, tl.float64)
+    if TABLES or BASE > 1:
+        rate -= tl.floor(rate + 0.5)
+    return rate
 
-    `position` has the shape (TOKENS * HALF,).
+
+@triton.jit
+def _computed_angles(position, rate):
+    """Return cos and sin of ``position * rate`` turns.
 
     An angle is an integer in units of 2**-64 turns, so whole turns overflow. The remainder of an
     angle of thousands of turns is therefore as exact as float32, at little cost. The polynomials
     are from the Cephes library.
     """
-    pair = tl.arange(0, TOKENS * HALF) % HALF
-    rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)  # turns per position
-    for bit in tl.static_range(9):
-        if 1 << bit < HALF:
-            rate *= tl.where(
-                (pair >> bit) & 1 > 0, tl.full([TOKENS * HALF], BASE ** (1 << bit), tl.float64), 1.0
-            )
-    if BASE > 1:
-        rate -= tl.floor(rate + 0.5)
     turn = ((position.to(tl.int64) * (rate * 18446744073709551616.0).to(tl.int64)) >> 32).to(
         tl.int32
     )
@@ -83,10 +112,48 @@ def angles(position, sign, BASE: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.co
     )
     odd = quarter & 1 > 0
     sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
-    cos, sin = (
-        tl.where((quarter + 1) & 2 > 0, -cos, cos),
-        tl.where(quarter & 2 > 0, -sin, sin) * sign,
-    )
+    return tl.where((quarter + 1) & 2 > 0, -cos, cos), tl.where(quarter & 2 > 0, -sin, sin)
+
+
+@triton.jit
+def angles(
+    position,
+    sign,
+    COS,
+    SIN,
+    table_rows,
+    BASE: tl.constexpr,
+    INTERCEPT: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    PER_TURN: tl.constexpr,
+    SLOWDOWN: tl.constexpr,
+    ATTENTION_FACTOR: tl.constexpr,
+    TABLES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Return cos and sin (TOKENS, 1, HALF) of `sign` times the angle of each position and pair.
+
+    `position` has the shape (TOKENS * HALF,). Without TABLES the angle is
+    ``position * BASE**pair``, scaled as in `FrequencyScaling`. With TABLES = 1 COS has the
+    frequencies. With TABLES = 2 COS and SIN have table_rows rows of cosines and sines.
+    """
+    if TABLES == 2:
+        pair = tl.arange(0, TOKENS * HALF) % HALF
+        # A position outside of the table must not read other memory.
+        table_row = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
+        entry, mask = table_row * (ROTARY_DIM // 2) + pair, pair < ROTARY_DIM // 2
+        cos = tl.load(COS + entry, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(SIN + entry, mask=mask, other=0.0).to(tl.float32)
+    else:
+        rate = _turns_per_position(
+            COS, BASE, INTERCEPT, PER_PAIR, PER_TURN, SLOWDOWN, TABLES, ROTARY_DIM, HALF, TOKENS
+        )
+        cos, sin = _computed_angles(position, rate)
+        if ATTENTION_FACTOR != 1:
+            cos, sin = cos * ATTENTION_FACTOR, sin * ATTENTION_FACTOR
+    sin *= sign
     # Packed into one number: otherwise each thread recomputes its angles for every head, instead
     # of receiving them from another thread.
     packed = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(
@@ -188,6 +255,32 @@ def rotate_and_store(
 
 
 @triton.jit
+def copy_rest(
+    X,
+    OUT,
+    tokens,
+    total,
+    heads: tl.constexpr,
+    stride,
+    head_stride,
+    out_stride,
+    out_head_stride,
+    DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Copy the elements of each head after the first ROTARY_DIM."""
+    tokens = tokens[:, None, None]
+    element = ROTARY_DIM + tl.arange(0, BLOCK)[None, None, :]
+    for first_head in range(0, heads, HEADS):
+        head = first_head + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
+        mask = (tokens < total) & (head < heads) & (element < DIM)
+        x = tl.load(X + tokens * stride + head * head_stride + element, mask=mask)
+        tl.store(OUT + tokens * out_stride + head * out_head_stride + element, x, mask=mask)
+
+
+@triton.jit
 def _rotate_heads(
     X,
     OUT,
@@ -201,7 +294,9 @@ def _rotate_heads(
     stride,
     head_stride,
     DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -219,7 +314,7 @@ def _rotate_heads(
         heads,
         heads * DIM,
         DIM,
-        DIM,
+        ROTARY_DIM,
         HALF,
         HEADS,
         TOKENS,
@@ -227,7 +322,17 @@ def _rotate_heads(
     )
     for first_head in range(HEADS, heads, HEADS):
         a, b = load_pairs(
-            X, tokens, total, first_head, heads, stride, head_stride, DIM, HALF, HEADS, INTERLEAVED
+            X,
+            tokens,
+            total,
+            first_head,
+            heads,
+            stride,
+            head_stride,
+            ROTARY_DIM,
+            HALF,
+            HEADS,
+            INTERLEAVED,
         )
         rotate_and_store(
             OUT,
@@ -241,15 +346,31 @@ def _rotate_heads(
             heads,
             heads * DIM,
             DIM,
-            DIM,
+            ROTARY_DIM,
             HALF,
             HEADS,
             TOKENS,
             INTERLEAVED,
         )
+    if REST:
+        copy_rest(
+            X,
+            OUT,
+            tokens,
+            total,
+            heads,
+            stride,
+            head_stride,
+            heads * DIM,
+            DIM,
+            DIM,
+            ROTARY_DIM,
+            REST,
+            HEADS,
+        )
 
 
-@triton.jit(do_not_specialize=("n", "total", "bisections", "sign"))
+@triton.jit(do_not_specialize=("n", "total", "bisections", "sign", "table_rows"))
 def rope_kernel(
     Q,
     K,
@@ -257,6 +378,8 @@ def rope_kernel(
     K_OUT,
     OFFSETS,
     START,
+    COS,
+    SIN,
     q_stride,
     q_head,
     k_stride,
@@ -265,31 +388,59 @@ def rope_kernel(
     total,
     bisections,
     sign,
+    table_rows,
     DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     Q_TILE: tl.constexpr,
     K_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     BASE: tl.constexpr,
+    INTERCEPT: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    PER_TURN: tl.constexpr,
+    SLOWDOWN: tl.constexpr,
+    ATTENTION_FACTOR: tl.constexpr,
+    TABLES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
     """Rotate pair i of the token at position p of Q by ``sign * p * BASE**i``; with K_HEADS of K
     too.
+
+    `angles` describes the constants of the angles. The elements after the first ROTARY_DIM of a head are
+    copied, REST at a time.
     """
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     # Loaded before the angles are computed, to hide the latency of memory.
     a, b = load_pairs(
-        Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED
+        Q, tokens, total, 0, Q_HEADS, q_stride, q_head, ROTARY_DIM, HALF, Q_TILE, INTERLEAVED
     )
     if K_HEADS:
         c, d = load_pairs(
-            K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED
+            K, tokens, total, 0, K_HEADS, k_stride, k_head, ROTARY_DIM, HALF, K_TILE, INTERLEAVED
         )
     position = _positions(OFFSETS, START, n, bisections, HALF, TOKENS, HAS_START)
-    cos, sin = angles(position, sign, BASE, HALF, TOKENS)
+    cos, sin = angles(
+        position,
+        sign,
+        COS,
+        SIN,
+        table_rows,
+        BASE,
+        INTERCEPT,
+        PER_PAIR,
+        PER_TURN,
+        SLOWDOWN,
+        ATTENTION_FACTOR,
+        TABLES,
+        ROTARY_DIM,
+        HALF,
+        TOKENS,
+    )
     _rotate_heads(
         Q,
         Q_OUT,
@@ -303,7 +454,9 @@ def rope_kernel(
         q_stride,
         q_head,
         DIM,
+        ROTARY_DIM,
         HALF,
+        REST,
         Q_TILE,
         TOKENS,
         INTERLEAVED,
@@ -322,7 +475,9 @@ def rope_kernel(
             k_stride,
             k_head,
             DIM,
+            ROTARY_DIM,
             HALF,
+            REST,
             K_TILE,
             TOKENS,
             INTERLEAVED,
@@ -339,6 +494,8 @@ class RopeArgs:
     K_OUT: Pointer
     OFFSETS: Pointer
     START: Pointer
+    COS: Pointer
+    SIN: Pointer
     q_stride: Stride
     q_head: Stride
     k_stride: Stride
@@ -347,38 +504,7 @@ class RopeArgs:
     total: Number
     bisections: Number
     sign: Number
-
-
-@cache
-def _launch(
-    device: torch.device,
-    x: torch.dtype,
-    offsets: torch.dtype,
-    start_dtype: torch.dtype | None,
-    heads: tuple[int, int],
-    dim: int,
-    base: float,
-    interleaved: bool,
-) -> tuple[Launch, int]:
-    """Return the launch for these numbers of heads of queries and keys, and the tokens per CTA."""
-    half = triton.next_power_of_2(dim // 2)
-    tiles = [min(triton.next_power_of_2(max(h, 1)), _MAX_ELEMENTS // (2 * half)) for h in heads]
-    elements_per_token = 2 * half * max(tiles)
-    tokens = max(1, _MIN_ELEMENTS // elements_per_token)
-    constants = dict(
-        DIM=dim,
-        HALF=half,
-        Q_HEADS=heads[0],
-        K_HEADS=heads[1],
-        Q_TILE=tiles[0],
-        K_TILE=tiles[1],
-        TOKENS=tokens,
-        BASE=base,
-        INTERLEAVED=interleaved,
-        HAS_START=start_dtype is not None,
-    )
-    options = dict(num_warps=elements_per_token * tokens // _ELEMENTS_PER_WARP)
-    return Launch(rope_kernel, constants, options, args=RopeArgs), tokens
+    table_rows: Number
 
 
 class Rotation(NamedTuple):
@@ -386,15 +512,23 @@ class Rotation(NamedTuple):
 
     `start` holds the position of the first token of each row; None means 0. `base` is the ratio of
     the rates of consecutive pairs. `interleaved` pairs adjacent elements, not the two halves.
+    `inv_freq`, `cos`, `sin` and `rotary_dim` are as in `RopeCall`; `scaling` has the fields of a
+    `FrequencyScaling`.
     """
 
     offsets: torch.Tensor
     start: torch.Tensor | None
+    inv_freq: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
     base: float
     interleaved: bool
+    rotary_dim: int
+    scaling: tuple[float, ...] | None
 
     def launch_config(self, q: torch.Tensor, k: torch.Tensor | None) -> "_LaunchConfig":
         """Return the launch config for q and k, (total, ..., dim)."""
+        table = self.inv_freq if self.cos is None else self.cos
         return _launch_config(
             q.device,
             q.dtype,
@@ -402,10 +536,77 @@ class Rotation(NamedTuple):
             None if k is None else k.shape,
             self.offsets.dtype,
             None if self.start is None else self.start.dtype,
+            None if table is None else (table.dtype, table.shape[0]),
+            None if self.sin is None else self.sin.dtype,
             self.offsets.shape[0] - 1,
-            self.base,
-            self.interleaved,
+            *self[5:],
         )
+
+    def with_arrays(
+        self,
+        offsets: torch.Tensor,
+        start: torch.Tensor | None,
+        inv_freq: torch.Tensor | None = None,
+        cos: torch.Tensor | None = None,
+        sin: torch.Tensor | None = None,
+    ) -> "Rotation":
+        """Return the rotation with other arrays."""
+        tables = (None if x is None else x.contiguous() for x in (start, inv_freq, cos, sin))
+        return Rotation(offsets.contiguous(), *tables, *self[5:])
+
+
+class RopeVariant(NamedTuple):
+    """The arguments that determine a variant of `rope_kernel`, besides the dtypes.
+
+    `tables` is 0, 1 with frequencies, and 2 with cosines and sines.
+    """
+
+    heads: tuple[int, int]
+    dim: int
+    rotary_dim: int
+    base: float
+    interleaved: bool
+    scaling: tuple[float, ...] | None
+    tables: int
+    has_start: bool
+
+
+def angle_constants(scaling: tuple[float, ...] | None, tables: int) -> dict[str, Any]:
+    """Return the constants of `angles` for the fields of a `FrequencyScaling` or None."""
+    names = "INTERCEPT", "PER_PAIR", "PER_TURN", "SLOWDOWN", "ATTENTION_FACTOR"
+    scaling = (0.0, 0.0, 0.0, 1.0, 1.0) if scaling is None else scaling
+    return dict(zip(names, scaling, strict=True)) | {"TABLES": tables}
+
+
+@cache
+def _launch(
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], variant: RopeVariant
+) -> tuple[Launch, int]:
+    """Return the launch for these numbers of heads of queries and keys, and the tokens per CTA."""
+    half = triton.next_power_of_2(variant.rotary_dim // 2)
+    rest = variant.dim - variant.rotary_dim
+    rest = triton.next_power_of_2(rest) if rest else 0
+    width = max(2 * half, rest)
+    tiles = [min(triton.next_power_of_2(max(h, 1)), _MAX_ELEMENTS // width) for h in variant.heads]
+    elements_per_token = width * max(tiles)
+    tokens = max(1, _MIN_ELEMENTS // elements_per_token)
+    constants = dict(
+        DIM=variant.dim,
+        ROTARY_DIM=variant.rotary_dim,
+        HALF=half,
+        REST=rest,
+        Q_HEADS=variant.heads[0],
+        K_HEADS=variant.heads[1],
+        Q_TILE=tiles[0],
+        K_TILE=tiles[1],
+        TOKENS=tokens,
+        BASE=variant.base,
+        **angle_constants(variant.scaling, variant.tables),
+        INTERLEAVED=variant.interleaved,
+        HAS_START=variant.has_start,
+    )
+    options = dict(num_warps=elements_per_token * tokens // _ELEMENTS_PER_WARP)
+    return Launch(rope_kernel, constants, options, args=RopeArgs), tokens
 
 
 class _LaunchConfig:
@@ -421,9 +622,13 @@ class _LaunchConfig:
         k: tuple[int, ...] | None,
         offsets: torch.dtype,
         start: torch.dtype | None,
+        table: tuple[torch.dtype, int] | None,
+        sin: torch.dtype | None,
         n: int,
         base: float,
         interleaved: bool,
+        rotary_dim: int,
+        scaling: tuple[float, ...] | None,
     ):
         total, *_, dim = q
         heads = tuple(0 if shape is None else math.prod(shape[1:-1]) for shape in (q, k))
@@ -431,7 +636,13 @@ class _LaunchConfig:
         self.outs = tuple(
             None if shape is None else (*contiguous(shape), dtype) for shape in (q, k)
         )
-        self.launch, tokens = _launch(device, dtype, offsets, start, heads, dim, base, interleaved)
+        table_dtype, self.table_rows = (None, 0) if table is None else table
+        tables = 0 if table is None else 1 if sin is None else 2
+        variant = RopeVariant(
+            heads, dim, rotary_dim, base, interleaved, scaling, tables, start is not None
+        )
+        dtypes = dtype, offsets, start, table_dtype, sin
+        self.launch, tokens = _launch(device, dtypes, variant)
         self.programs = -(-total // tokens) if any(heads) else 0
         self.numbers = n, total, n.bit_length()
         self.new = empty(device.type)
@@ -445,8 +656,10 @@ class _LaunchConfig:
         if self.programs:
             q, q_strides = _as_heads(q)
             k, k_strides = (q, q_strides) if k is None else _as_heads(k)
-            offsets, start = rotation.offsets, rotation.start
+            offsets, start, inv_freq, cos, sin = rotation[:5]
             n, total, bisections = self.numbers
+            if cos is None:
+                cos = offsets if inv_freq is None else inv_freq
             args = RopeArgs(
                 Q=q,
                 K=k,
@@ -454,6 +667,8 @@ class _LaunchConfig:
                 K_OUT=q_out if k_out is None else k_out,
                 OFFSETS=offsets,
                 START=offsets if start is None else start,
+                COS=cos,
+                SIN=cos if sin is None else sin,
                 q_stride=q_strides[0],
                 q_head=q_strides[1],
                 k_stride=k_strides[0],
@@ -462,6 +677,7 @@ class _LaunchConfig:
                 total=total,
                 bisections=bisections,
                 sign=sign,
+                table_rows=self.table_rows,
             )
             self.launch(self.programs, args)
         return q_out, k_out
@@ -474,18 +690,37 @@ def _standard(
     q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, sign: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     layout = scree.Array.unchecked(q, rotation.offsets, 0, None).layout
-    theta = rotation.base ** (-q.shape[-1] / 2)
+    options = standard_options(*rotation[2:])
+    options |= dict(start=rotation.start, kernel="standard")
 
     def run(x: torch.Tensor) -> torch.Tensor:
         x = scree.Array.from_layout(x, layout)
-        options = dict(theta=theta, interleaved=rotation.interleaved, start=rotation.start)
-        return scree.rope(x, **options, kernel="standard").values  # type: ignore[no-any-return]
+        return scree.rope(x, **options).values  # type: ignore[no-any-return]
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         # The gradient of a rotation is the inverse rotation, wherever it is computed.
         return run(x) if sign > 0 else gradients(run, (torch.zeros_like(x),), x)[0]
 
     return rotate(q), None if k is None else rotate(k)
+
+
+def standard_options(
+    inv_freq: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    base: float,
+    interleaved: bool,
+    rotary_dim: int,
+    scaling: Sequence[float] | None,
+) -> dict[str, Any]:
+    """Return the options of `scree.rope` for the fields of a `Rotation`, except `start`."""
+    options = dict(interleaved=interleaved, rotary_dim=rotary_dim)
+    if inv_freq is not None:
+        return options | dict(inv_freq=inv_freq)
+    if cos is not None:
+        return options | dict(cos=cos, sin=sin)
+    scaled = None if scaling is None else FrequencyScaling(*scaling)
+    return options | dict(theta=base ** (-rotary_dim / 2), scaling=scaled)
 
 
 @falls_back_to(_standard)
@@ -531,30 +766,36 @@ def _run_operator(
     k: torch.Tensor | None,
     offsets: torch.Tensor,
     start: torch.Tensor | None,
+    inv_freq: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     base: float,
     interleaved: bool,
+    rotary_dim: int,
+    scaling: Sequence[float] | None,
     sign: int,
 ) -> list[torch.Tensor]:
-    return [
-        x for x in rotate(q, k, Rotation(offsets, start, base, interleaved), sign) if x is not None
-    ]
+    options = base, interleaved, rotary_dim, None if scaling is None else tuple(scaling)
+    rotation = Rotation(offsets, start, inv_freq, cos, sin, *options)
+    return [x for x in rotate(q, k, rotation, sign) if x is not None]
 
 
-def _fake(q, k, offsets, start, base, interleaved, sign):
+def _fake(q, k, *rotation):
     return [x.new_empty(x.shape) for x in (q, k) if x is not None]
 
 
 def _save(ctx, inputs, output):
-    _, k, offsets, start, *ctx.rotation, ctx.sign = inputs
+    _, k, *arrays = inputs[:7]
+    ctx.options, ctx.sign = inputs[7:-1], inputs[-1]
     ctx.both = k is not None
-    ctx.save_for_backward(offsets, start)
+    ctx.save_for_backward(*arrays)
 
 
 def _differentiate(ctx, grads):
     dq, *dk = _op(
-        grads[0], grads[1] if ctx.both else None, *ctx.saved_tensors, *ctx.rotation, -ctx.sign
+        grads[0], grads[1] if ctx.both else None, *ctx.saved_tensors, *ctx.options, -ctx.sign
     )
-    return dq, dk[0] if dk else None, *(None,) * 5
+    return dq, dk[0] if dk else None
 
 
 _op = define_operator("rope", _run_operator, _fake, save=_save, backward=_differentiate)
@@ -565,15 +806,23 @@ def rejects(call: Any) -> str | None:
     dim = call.x.values.shape[-1]
     if not 2 <= dim <= 1024:
         return f"the Triton kernels take a head_dim of 2 to 1024, not {dim}"
-    return unsupported_dtype(call.x.values)
+    return unsupported_dtype(call.x.values) or unsupported_tables(call.tables)
+
+
+def unsupported_tables(tables: Sequence[Any]) -> str | None:
+    """Return why the kernels do not take the tables of a rotation; None if they do."""
+    # The interpreter has no bfloat16.
+    reasons = (unsupported_dtype(x) for x in tables if x is not None and x.dtype != torch.float64)
+    return next((reason for reason in reasons if reason), None)
 
 
 def rope(call: Any) -> Any:
     """Compute a `RopeCall`."""
     values = call.x.values, None if call.k is None else call.k.values
     if not uses_operators(*values):
-        return prepare_rope(call)(call.x, call.k, call.start)
-    q, *k = _op(*values, *_rotation_of(call), 1)
+        return rotate_arrays(call)(call.x, call.k, call.start, *call.tables)
+    rotation = rotation_of(call.x, call.start, call.tables, call)
+    q, *k = _op(*values, *rotation, 1)
     return (
         call.x.with_values(q)
         if call.k is None
@@ -581,20 +830,35 @@ def rope(call: Any) -> Any:
     )
 
 
-def prepare_rope(call: Any) -> Callable[..., Any]:
-    """Return a function for calls with the same metadata."""
-    _, _, base, interleaved = rotation = _rotation_of(call)
+def prepare_rope(call: Any) -> Callable[..., Any] | None:
+    """Return a function for calls with the same metadata.
+
+    None if a check depends on the positions: the host reads positions in its memory.
+    """
+    if call.cos is not None and call.start is not None and not call.start.is_cuda:
+        return None
+    return rotate_arrays(call)
+
+
+def rotate_arrays(call: Any) -> Callable[..., Any]:
+    """Return a function of the arrays of a `RopeCall`, for calls with the same metadata."""
+    rotation = rotation_of(call.x, call.start, call.tables, call)
+    options, has_tables = rotation[5:], rotation[2:5] != (None, None, None)
     q, k = call.x.values, None if call.k is None else call.k.values
     config, needs_grad = (
         rotation.launch_config(q, k),
         q.requires_grad or (k is not None and k.requires_grad),
     )
 
-    def rotate_arrays(x: Any, k: Any, start: torch.Tensor | None) -> Any:
-        rotation = Rotation(
-            x.offsets.contiguous(), None if start is None else start.contiguous(), base, interleaved
-        )
-        arrays = x.values, None if k is None else k.values, rotation
+    def run(
+        x: Any, k: Any, start: Any, inv_freq: Any = None, cos: Any = None, sin: Any = None
+    ) -> Any:
+        offsets, start = x.offsets.contiguous(), None if start is None else start.contiguous()
+        if has_tables:
+            current = rotation.with_arrays(offsets, start, inv_freq, cos, sin)
+        else:
+            current = Rotation(offsets, start, None, None, None, *options)
+        arrays = x.values, None if k is None else k.values, current
         results = (
             _differentiable_rope(*arrays, config)
             if needs_grad and torch.is_grad_enabled()
@@ -608,13 +872,19 @@ def prepare_rope(call: Any) -> Callable[..., Any]:
             results[0] if type(results) is tuple else results, x.layout, x.ragged_dim
         )
 
-    return rotate_arrays
+    return run
 
 
-def _rotation_of(call: Any) -> Rotation:
-    return Rotation(
-        call.x.offsets.contiguous(),
-        None if call.start is None else call.start.contiguous(),
-        call.theta ** (-2 / call.x.values.shape[-1]),
-        call.interleaved,
+def rotation_of(x: Any, start: Any, tables: Sequence[Any], options: Any) -> Rotation:
+    """Return the rotation of the rows of `x` with the options of a `RopeCall`."""
+    rotary_dim, scaling = options.rotary_dim, options.scaling
+    base = float(options.theta) ** (-2 / rotary_dim)
+    rotation = Rotation(
+        x.offsets,
+        *(None,) * 4,
+        base,
+        bool(options.interleaved),
+        rotary_dim,
+        None if scaling is None else tuple(scaling),
     )
+    return rotation.with_arrays(x.offsets, start, *tables)

@@ -60,10 +60,11 @@ def _norm_backward(devices, x, weight, bias, dy, dsum, *constants) -> Iterator[S
         yield [axis, *results], _present((x, axis), *parameters, (dy, axis), (dsum, axis))
 
 
-def _rope(devices, q, k, offsets, start, *_) -> Iterator[Sharding]:
+def _rope(devices, q, k, *arrays_and_options) -> Iterator[Sharding]:
+    # Offsets, start positions, frequencies, cosines and sines; no axis of heads.
+    arrays = [(x, REPLICATED) for x in arrays_and_options[:5]]
     for axis in range(1, min(len(x) for x in (q, k) if x is not None) - 1):
-        tensors = (q, axis), (k, axis), (offsets, REPLICATED), (start, REPLICATED)
-        yield [axis] * (1 if k is None else 2), _present(*tensors)
+        yield [axis] * (1 if k is None else 2), _present((q, axis), (k, axis), *arrays)
 
 
 def _along_all_axes_but_the_last(devices, *tensors) -> Iterator[Sharding]:

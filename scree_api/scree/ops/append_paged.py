@@ -15,17 +15,21 @@ from ..dispatch.operation import define_operation
 from .attention import check_heads
 from .gather_scatter import scatter
 from .pages import as_page_table, check_cache, check_pages_if_free
+from .rope import DEFAULT_THETA, Tables, check_positions, resolve_rotation
 from .rope import rope as apply_rope
+from .rope_scaling import as_rope_scaling
 from .segment import append_axes
 
 __all__ = ["append_paged"]
 
 
 class RopeOptions(NamedTuple):
-    """Options of `rope` for the keys and queries of `append_paged`."""
+    """Options of `rope` for the keys and queries of `append_paged`, without the arrays."""
 
-    theta: float = 10000.0
+    theta: float = DEFAULT_THETA
     interleaved: bool = False
+    rotary_dim: int | None = None
+    scaling: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class AppendPagedCall:
     page_table
         (n, None) ragged page numbers.
     rope
-        None, or `RopeOptions`.
+        None, or `RopeOptions`; `rotary_dim` and `scaling` are as in `RopeCall`.
+    inv_freq, cos, sin
+        Arrays of the rotation, or None; see `rope`.
     """
 
     k_pages: Any
@@ -50,6 +56,9 @@ class AppendPagedCall:
     kv_lengths: Any
     q: Array | None = None
     rope: RopeOptions | None = None
+    inv_freq: Any = None
+    cos: Any = None
+    sin: Any = None
 
     def __post_init__(self) -> None:
         k, v = self.k, self.v
@@ -80,8 +89,10 @@ class AppendPagedCall:
             )
         num_pages, size = (int(n) for n in self.k_pages.shape[:2])
         lengths = check_pages_if_free(table, self.kv_lengths, num_pages, size)
-        if lengths is not None and k.layout.host_offsets is not None:
-            long = np.flatnonzero(np.diff(k.layout.host_offsets) > lengths)
+        host = k.layout.host_offsets
+        new_lengths = None if host is None else np.diff(host)
+        if lengths is not None and new_lengths is not None:
+            long = np.flatnonzero(new_lengths > lengths)
             if long.size:
                 raise ValueError(
                     f"kv_lengths: expected lengths that count the new tokens, got {lengths[long[0]]} for row {long[0]}"
@@ -91,7 +102,26 @@ class AppendPagedCall:
         if self.q is not None:
             check_heads("q", self.q)
             check_same_rows("q", k, self.q)
+            if self.q.values.shape[2] != k.values.shape[2]:
+                raise ValueError(
+                    f"q: expected head_dim {k.values.shape[2]} as k, got {self.q.values.shape[2]}"
+                )
+            checks.check_same_dtype("q", self.q, k, "k")
+        if self.rope is not None:
+            checks.check_flag("interleaved", self.rope.interleaved)
+            rotary_dim, scaling = resolve_rotation(
+                "k", k.values, self.rope.theta, self.rope.rotary_dim, self.rope.scaling, self.tables
+            )
+            rope = self.rope._replace(rotary_dim=rotary_dim, scaling=scaling)
+            object.__setattr__(self, "rope", rope)
+            if self.cos is not None and lengths is not None and new_lengths is not None:
+                check_positions("cos", self.cos, new_lengths, lengths - new_lengths)
         object.__setattr__(self, "page_table", table)
+
+    @property
+    def tables(self) -> Tables:
+        """The arrays of the rotation."""
+        return Tables(self.inv_freq, self.cos, self.sin)
 
 
 def append_paged(
@@ -128,8 +158,9 @@ def append_paged(
     q
         Queries with the rows of `k`, rotated together with the keys; only with `rope`.
     rope
-        None, or options of `rope`, ``{"theta": 10000.0, "interleaved": False}``: the keys, and `q`,
-        are rotated by their positions in the cache.
+        None, or options of `rope`, for example ``{"theta": 10000.0, "interleaved": False}``: the
+        keys, and `q`, are rotated by their positions in the cache. It takes all options except
+        `start`.
     kernel
         The provider that must run the call; by default the first kernel that accepts.
 
@@ -168,16 +199,22 @@ def append_paged(
         "page_table": page_table,
         "kv_lengths": kv_lengths,
     }
-    options = {"rope": None if rope is None else _rope_options(rope)}
+    options: dict[str, Any] = {"rope": None}
+    if rope is not None:
+        options["rope"], tables = _rope_options(rope)
+        if any(x is not None for x in tables):
+            arrays |= tables._asdict()
     return _append_paged.run(arrays, options, kernel)  # type: ignore[no-any-return]
 
 
-def _rope_options(rope: Any) -> RopeOptions:
-    if not isinstance(rope, Mapping) or not {*rope} <= {*RopeOptions._fields}:
-        raise TypeError(
-            f"rope: expected a dictionary with some of the keys {RopeOptions._fields}, got {rope!r}"
-        )
-    return RopeOptions(**rope)
+def _rope_options(rope: Any) -> tuple[RopeOptions, Tables]:
+    names = RopeOptions._fields + Tables._fields
+    if not isinstance(rope, Mapping) or not {*rope} <= {*names}:
+        raise TypeError(f"rope: expected a dictionary with some of the keys {names}, got {rope!r}")
+    options = RopeOptions(**{name: x for name, x in rope.items() if name in RopeOptions._fields})
+    if options.scaling is not None:
+        options = options._replace(scaling=as_rope_scaling(options.scaling))
+    return options, Tables(*(rope.get(name) for name in Tables._fields))
 
 
 @define_operation("append_paged", AppendPagedCall)
@@ -187,10 +224,11 @@ def _append_paged(call: AppendPagedCall) -> tuple[Any, ...]:
     start = xp.astype(call.kv_lengths, layout.offsets.dtype, copy=False) - layout.lengths
     q = call.q
     if call.rope is not None:
+        options = call.rope._asdict() | call.tables._asdict()
         if q is None:
-            k = apply_rope(k, start=start, **call.rope._asdict())
+            k = apply_rope(k, start=start, **options)
         else:
-            q, k = apply_rope(q, k, start=start, **call.rope._asdict())
+            q, k = apply_rope(q, k, start=start, **options)
     if 0 not in (layout.total, table.total_length):
         positions = layout.positions + layout.per_token(start)
         entries = layout.per_token(table.offsets[:-1]) + positions // size

@@ -62,7 +62,7 @@ class AttentionCall:
     softcap
         ``softcap * tanh(score / softcap)`` replaces the score, or None.
     alibi_slopes
-        (num_heads,) or None; see `attention`.
+        (num_heads,), (n, num_heads) or None; see `attention`.
     deterministic
         Whether equal inputs must give equal bits, in gradients too.
     return_lse
@@ -116,7 +116,7 @@ class AttentionCall:
             1 / math.sqrt(dim) if self.scale is None else checks.check_number("scale", self.scale)
         )
         if self.alibi_slopes is not None:
-            check_per_head("alibi_slopes", self.alibi_slopes, q)
+            check_slopes(self.alibi_slopes, q)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "window", normalize_window(self.window, causal))
 
@@ -162,6 +162,19 @@ def check_per_head(name: str, x: Any, q: Array) -> None:
     """Raise unless `x` is a dense array (num_heads,)."""
     checks.check_dense(name, x, q.values)
     checks.check_shape(name, x, (q.values.shape[1],), "one number per head")
+
+
+def check_slopes(slopes: Any, q: Array) -> None:
+    """Raise unless ALiBi slopes are a dense array (num_heads,) or (n, num_heads)."""
+    checks.check_dense("alibi_slopes", slopes, q.values)
+    heads = q.values.shape[1]
+    if len(slopes.shape) == 2:
+        shape = (q.batch_size, heads)
+        checks.check_shape("alibi_slopes", slopes, shape, "one number per row and head")
+    else:
+        checks.check_shape(
+            "alibi_slopes", slopes, (heads,), "one number per head, or (rows, heads)"
+        )
 
 
 def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -227,9 +240,10 @@ def attention(
     softcap
         Scores become ``softcap * tanh(score / softcap)``.
     alibi_slopes
-        (num_heads,) slopes m: m times the distance of query and key is subtracted from each score,
-        after the softcap (Press et al., 2021). Only the standard implementation differentiates the
-        slopes; the Triton kernels reject slopes that need a gradient.
+        (num_heads,) slopes m, or (n, num_heads) with one slope per row and head: m times the
+        distance of query and key is subtracted from each score, after the softcap (Press et al.,
+        2021). Only the standard implementation differentiates the slopes and takes slopes per row;
+        the Triton kernels reject such slopes.
     sinks
         (num_heads,): an extra key per head, whose score is ``sinks[h]`` and whose value is zero
         (Xiao et al., 2023). It has a gradient.
@@ -305,6 +319,8 @@ class _Schedule(NamedTuple):
         (total_q,) index of each query among the queries of all tiles.
     tokens
         (tiles, QUERY_TILE) index into q.
+    rows
+        (tiles,) row of each tile.
     query_positions
         (tiles, QUERY_TILE) position of each query in the row of keys, ``i + len_k - len_q``; it may
         be negative.
@@ -323,6 +339,7 @@ class _Schedule(NamedTuple):
 
     slots: Any
     tokens: Any
+    rows: Any
     query_positions: Any
     first_key: Any
     last_key: Any
@@ -414,9 +431,12 @@ def _attend_ranges(call: AttentionCall, bounds: np.ndarray) -> Any:
     """Run the call on the rows between the bounds, one range after the other."""
     q, k, results = call.q, call.k, []
     v = Array.from_layout(call.v.values, k.layout)
-    for part_q, part_k, part_v in zip(*(split_rows(x, bounds) for x in (q, k, v)), strict=True):
-        part_v = Array.from_layout(part_v.values, part_k.layout)
-        part = replace(call, q=part_q, k=part_k, v=part_v, return_lse=True)
+    parts = zip(*(split_rows(x, bounds) for x in (q, k, v)), strict=True)
+    for i, (part_q, part_k, part_v) in enumerate(parts):
+        part_v, slopes = Array.from_layout(part_v.values, part_k.layout), call.alibi_slopes
+        if slopes is not None and len(slopes.shape) == 2:
+            slopes = slopes[int(bounds[i]) : int(bounds[i + 1]), :]
+        part = replace(call, q=part_q, k=part_k, v=part_v, alibi_slopes=slopes, return_lse=True)
         results.append(_attention.run_call(part, "standard"))
     out, lse = (join_rows(q, [x.values for x in parts]) for parts in zip(*results, strict=True))
     return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)
@@ -468,7 +488,7 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     start = first[:, 0] // KEY_TILE * KEY_TILE
     start_tile = per_tile(k.tiles(KEY_TILE).layout.offsets[:-1]) + start // KEY_TILE
     slots = q.tile_slots(size)
-    per_query_tile = tiles.tokens, positions, first, last, start, start_tile
+    per_query_tile = tiles.tokens, tiles.rows, positions, first, last, start, start_tile
     if not is_known:
         return _Schedule(slots, *per_query_tile, None, None)
     counts = np.maximum(-(-(last.max(axis=1) + 1 - start) // KEY_TILE), 1)
@@ -549,7 +569,8 @@ def _attend(
             # not see.
             is_nan = xp.isnan(k)
             k, has_nan = xp.where(is_nan, 0.0, k), xp.any(is_nan, axis=-1)
-        score = _scores(call, q, k, keys, schedule.query_positions[part, :])
+        slopes = _slopes(call, schedule.rows[part], q.dtype)
+        score = _scores(call, q, k, keys, schedule.query_positions[part, :], slopes)
         if is_masked:
             visible = keys[:, :, None] <= schedule.last_key[part, :][:, None, :]
             if call.window[0] is not None:
@@ -609,16 +630,26 @@ def _key_tiles(xp: Any, values: Any, tiles: Tiles, dtype: Any) -> Any:
     return xp.reshape(blocks, (blocks.shape[0], -1))
 
 
-def _scores(call: AttentionCall, q: Any, k: Any, keys: Any, queries: Any) -> Any:
+def _slopes(call: AttentionCall, rows: Any, dtype: Any) -> Any:
+    """Return the ALiBi slopes (tiles or 1, num_kv_heads, 1, groups, 1) of tiles, or None."""
+    if call.alibi_slopes is None:
+        return None
+    xp, slopes = call.q.layout.xp, call.alibi_slopes
+    if len(slopes.shape) == 2:
+        slopes = xp.take(slopes, rows, axis=0)
+    slopes = xp.astype(slopes, dtype, copy=False)
+    groups = call.num_heads // call.num_kv_heads
+    return xp.reshape(slopes, (-1, call.num_kv_heads, 1, groups, 1))
+
+
+def _scores(call: AttentionCall, q: Any, k: Any, keys: Any, queries: Any, slopes: Any) -> Any:
     """Return the scores of tiles, whose keys and queries are at the positions `keys`, `queries`."""
     xp, score = call.q.layout.xp, call.q.layout.xp.matmul(k, q)
     if call.softcap is not None:
         score = xp.tanh(score / call.softcap) * call.softcap
-    if call.alibi_slopes is None:
+    if slopes is None:
         return score
     distance = xp.astype(xp.abs(keys[:, :, None] - queries[:, None, :]), score.dtype)
-    slopes = xp.astype(call.alibi_slopes, score.dtype, copy=False)
-    slopes = xp.reshape(slopes, (1, call.num_kv_heads, 1, -1, 1))
     by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], queries.shape[1]))
     return xp.reshape(by_head - slopes * distance[:, None, :, None, :], score.shape)
 

@@ -13,7 +13,15 @@ from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged
 from ..dispatch.operation import define_operation
 from ..layout import Layout
-from .attention import Window, apply_sinks, attention, check_heads, check_per_head, normalize_window
+from .attention import (
+    Window,
+    apply_sinks,
+    attention,
+    check_heads,
+    check_per_head,
+    check_slopes,
+    normalize_window,
+)
 from .merge_attention import merge_attention
 from .pages import as_page_table, check_cache, check_pages_if_free, gather_pages, token_layout
 
@@ -97,7 +105,7 @@ class PagedAttentionCall:
                 checks.check_dense(name, scale, q)
                 checks.check_shape(name, scale, (kv_heads,), "one number per head of the cache")
         if self.alibi_slopes is not None:
-            check_per_head("alibi_slopes", self.alibi_slopes, self.q)
+            check_slopes(self.alibi_slopes, self.q)
         if self.split_size is not None:
             checks.check_integer("split_size", self.split_size, 1)
         checks.check_flag("return_lse", self.return_lse)

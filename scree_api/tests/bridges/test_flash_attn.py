@@ -16,6 +16,7 @@ from scree.bridges.varlen import varlen_attn, varlen_attn_out
 
 SLOPES = 0.5 ** torch.arange(1.0, 5.0, dtype=torch.float64)
 Q, K = [5, 0, 3, 70, 1], [9, 4, 3, 70, 0]
+ROW_SLOPES = SLOPES * torch.arange(1.0, len(Q) + 1, dtype=SLOPES.dtype)[:, None]
 
 
 def make_inputs(
@@ -46,14 +47,16 @@ def reference_attention(
     outs, sums = [], []
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    for a, b, c in zip(q.split(Q), k.split(k_lengths), v.split(k_lengths), strict=True):
+    parts = zip(q.split(Q), k.split(k_lengths), v.split(k_lengths), strict=True)
+    for row, (a, b, c) in enumerate(parts):
         score = torch.einsum("qhd,khd->hqk", a, b) * scale
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         position = torch.arange(max(len(a), len(b)), device=a.device)
         distance = position[None, : len(b)] - position[: len(a), None] - (len(b) - len(a))
         if slopes is not None:
-            score = score - slopes[:, None, None] * distance.abs()
+            slope = slopes if slopes.ndim == 1 else slopes[row]
+            score = score - slope[:, None, None] * distance.abs()
         score = score.masked_fill((distance < -left) | (distance > right), -torch.inf)
         sums.append(torch.logsumexp(score, -1).T)
         outs.append(torch.einsum("hqk,khd->qhd", torch.nan_to_num(torch.softmax(score, -1)), c))
@@ -69,6 +72,7 @@ CASES = {
     "left": ({"window_size": (6, -1)}, {"left": 6}),
     "softcap": ({"softcap": 2.0, "causal": True}, {"softcap": 2.0, "right": 0}),
     "alibi": ({"alibi_slopes": SLOPES, "causal": True}, {"slopes": SLOPES, "right": 0}),
+    "alibi per sequence": ({"alibi_slopes": ROW_SLOPES}, {"slopes": ROW_SLOPES}),
     "deterministic": ({"deterministic": True}, {}),
 }
 
@@ -241,8 +245,11 @@ def test_flash_attn_invalid_offsets_raise() -> None:
         flash_attn_varlen_func(q, k, v, cu_q - 1, cu_k, *longest)
     with pytest.raises(ValueError, match="max_length: expected at least 70"):
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 70)
+    slopes = SLOPES.repeat(len(Q) + 1, 1)
+    with pytest.raises(ValueError, match=rf"alibi_slopes: expected shape \({len(Q)}, 4\)"):
+        flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, alibi_slopes=slopes)
     with pytest.raises(ValueError, match=r"alibi_slopes: expected shape \(4,\)"):
-        flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, alibi_slopes=SLOPES.repeat(5, 1))
+        flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, alibi_slopes=SLOPES[:3])
 
 
 @pytest.mark.parametrize("function", [varlen_attn, varlen_attn_out])

@@ -505,6 +505,25 @@ def test_kvcache_rotary_seqlens_shifts_the_positions() -> None:
     check_equal(out[0], attend(turn(q[0], angle[7], False), keys, values)[0])
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kvcache_rotary_of_one_new_token(causal: bool, interleaved: bool) -> None:
+    """A single query is at the position of the new key, with and without a mask."""
+    lengths, angle = [3, 0, 5], draw(9, 3, seed=3).requires_grad_()  # partial: 6 of 8 elements
+    q, new, cache = draw(3, 1, 4, 8), draw(3, 1, 2, 8, seed=1), draw(3, 6, 2, 8, seed=2)
+    k_cache, v_cache = cache.clone(), cache.clone()
+    out = v2.flash_attn_with_kvcache(
+        *(q, k_cache, v_cache, new, new, angle.cos(), angle.sin(), integers(*lengths)),
+        causal=causal,
+        rotary_interleaved=interleaved,
+    )
+    for i, n in enumerate(lengths):
+        turned_q, turned_k = (turn(x[i, 0], angle[n].detach(), interleaved) for x in (q, new))
+        keys, values = torch.cat([cache[i, :n], turned_k[None]]), torch.cat([cache[i, :n], new[i]])
+        check_equal(k_cache[i, n], turned_k)
+        check_equal(out[i], attend(turned_q[None], keys, values)[0])
+
+
 def test_kvcache_wrong_arguments_raise() -> None:
     q, cache, new = draw(2, 1, 4, 8), draw(2, 6, 2, 8), draw(2, 1, 2, 8)
     table, angle = torch.zeros(2, 1, dtype=torch.int32), draw(3, 4)

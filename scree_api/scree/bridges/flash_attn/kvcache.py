@@ -13,7 +13,7 @@ from ...ops.append_paged import append_paged
 from ...ops.paged_attention import paged_attention
 from ...ops.pages import as_page_table, gather_pages, token_layout
 from .common import Options, as_number, attend, check_ndim, check_shape, padded_array, ragged_array
-from .rotary import rotate
+from .rotary import rope_options, rotate
 
 #: Tokens per part of a cached sequence in calls whose bits must not depend on other sequences.
 SPLIT_SIZE = 2048
@@ -152,21 +152,39 @@ def attention_with_kvcache(
         if k is not None and v is not None:
             if not has_lengths:
                 raise ValueError("cache_seqlens: expected lengths with new keys, got None")
-            start = cache.lengths if rotary_seqlens is None else rotary_seqlens
             new = _as_array("k", k, cu_seqlens_k_new, None)
             values = new.with_values(v.reshape(-1, *v.shape[-2:]))
-            if rotary_cos is not None and rotary_sin is not None:
-                tables = rotary_cos, rotary_sin
-                new = new.with_values(rotate(new, *tables, start, rotary_interleaved))
-                turned = rotate(queries, *tables, start, rotary_interleaved, options.is_local)
-                queries = queries.with_values(turned)
             lengths = cache.lengths + new.layout.lengths.to(cache.lengths.dtype)
+            check_capacity(replace(cache, lengths=lengths), table_name)
+            appended: dict[str, Any] = {}
+            if rotary_cos is not None and rotary_sin is not None:
+                start = cache.lengths if rotary_seqlens is None else rotary_seqlens
+                tables = rotary_cos, rotary_sin
+                rotation = rope_options(*tables, rotary_interleaved, new, start)
+                if rotary_seqlens is None:  # the positions in the cache
+                    appended["rope"] = rotation
+                else:
+                    new = new.with_values(rotate(new, *tables, start, rotary_interleaved))
+                # A single query is at the first position in both cases.
+                by_position = options.is_local or queries.layout.max_length == 1
+                if appended and by_position and _rotates_together(queries, new):
+                    appended["q"] = queries
+                else:
+                    turned = rotate(queries, *tables, start, rotary_interleaved, options.is_local)
+                    queries = queries.with_values(turned)
             cache = replace(cache, lengths=lengths)
-            check_capacity(cache, table_name)
-            append_paged(cache.k, cache.v, new, values, cache.table, lengths)
+            arrays = cache.k, cache.v, new, values, cache.table, lengths
+            _, _, *turned_queries = append_paged(*arrays, **appended)
+            queries = turned_queries[0] if turned_queries else queries
         else:
             check_capacity(cache, table_name)
         return attend_to_cache(queries, cache, options, qv, descales, split_size)
+
+
+def _rotates_together(q: Array, k: Array) -> bool:
+    """Return whether `append_paged` can rotate the queries together with the keys."""
+    is_alike = q.dtype == k.dtype and q.values.shape[2] == k.values.shape[2]
+    return q.layout is k.layout and is_alike
 
 
 def attend_to_cache(

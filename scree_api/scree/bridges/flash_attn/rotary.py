@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...array import Array
-from .common import check_ndim, check_shape, equal_rows, ragged_array
+from ...backends import backend
+from ...ops.rope import check_positions, rope
+from .common import as_number, check_ndim, check_shape, equal_rows, ragged_array
 
 __all__ = ["apply_rotary_emb"]
 
@@ -46,7 +49,7 @@ def apply_rotary_emb(
     Returns
     -------
     out
-        Like `x`. Products are computed in at least float32.
+        Like `x`. Products are computed in at least float32. The tables have no gradient.
 
     Raises
     ------
@@ -90,31 +93,37 @@ def rotate(
 
     Unless `by_position`, all tokens of a row are at its first position.
     """
-    x, layout = arr.values, arr.layout
+    options = rope_options(cos, sin, interleaved, arr, start, by_position)
+    if by_position:
+        return rope(arr, start=start, **options).values
+    layout, mask = arr.layout, arr.layout.token_mask
+    first = layout.per_token(start)
+    # Positions of the tail, which have no meaning, may be outside of the table.
+    first = first if mask is None else torch.where(mask, first, 0)
+    tokens = Array.from_layout(arr.values, equal_rows(layout.total, 1, arr.values))
+    return rope(tokens, start=first, **options).values
+
+
+def rope_options(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: Any,
+    arr: Array,
+    start: torch.Tensor,
+    by_position: bool = True,
+) -> dict[str, Any]:
+    """Return the options of `rope` for tables; raise unless they fit rows that begin at `start`."""
     check_ndim("rotary_cos", cos, 2, "(seqlen_rotary, rotary_dim / 2)")
     check_shape("rotary_sin", sin, cos.shape, "as rotary_cos")
-    half, head_dim = cos.shape[1], x.shape[-1]
+    half, head_dim, host = cos.shape[1], arr.values.shape[-1], arr.layout.host_offsets
     if not 0 < 2 * half <= head_dim:
         raise ValueError(
             f"rotary_cos: expected 1 to {head_dim // 2} columns, half of head_dim, got {half}"
         )
-    wide = torch.promote_types(x.dtype, torch.float32)
-    after = start + (layout.lengths if by_position else layout.lengths.clamp(max=1))
-    ends = arr.layout.backend.peek(torch.where(layout.nonempty, after, 0))
-    if ends is not None and ends.max(initial=0) > cos.shape[0]:
-        raise ValueError(
-            f"rotary_cos: expected at least {ends.max()} rows, one per position, got {cos.shape[0]}"
-        )
-    positions = layout.per_token(start)
-    positions = positions + layout.positions if by_position else positions
-    # Positions of the tail, which have no meaning, may be outside of the table.
-    rows = positions.clamp(0, cos.shape[0] - 1)
-    c, s = (table[rows].to(wide)[:, None] for table in (cos, sin))
-    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
-    if interleaved:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        turned = torch.stack([a * c - b * s, b * c + a * s], -1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, -1)
-        turned = torch.cat([a * c - b * s, b * c + a * s], -1)
-    return torch.cat([turned.to(x.dtype), rest], -1)
+    lengths = None if host is None else np.diff(host)
+    if lengths is not None and not by_position:
+        lengths = np.minimum(lengths, 1)
+    check_positions("rotary_cos", cos, lengths, backend(start).peek(start))
+    # FlashAttention gives the tables no gradient.
+    tables = {"cos": cos.detach(), "sin": sin.detach()}
+    return {**tables, "interleaved": bool(as_number(interleaved))}

@@ -254,8 +254,9 @@ def flash_attn_varlen_func(
     softcap
         Scores become ``softcap * tanh(score / softcap)``; 0 for none.
     alibi_slopes
-        (num_heads,) slopes: the score decreases by the slope times the distance of query and key.
-        Slopes of shape (n, num_heads), which FlashAttention accepts too, raise.
+        (num_heads,) slopes, or (n, num_heads) with one slope per sequence and head: the score
+        decreases by the slope times the distance of query and key. Only the standard implementation
+        takes slopes per sequence.
     deterministic
         Whether equal inputs must give equal bits, gradients included. On CUDA only the Triton
         kernels guarantee that, so a call that they reject raises. No effect with `block_table`.
