@@ -219,7 +219,9 @@ class _Shape(NamedTuple):
     has_slopes: bool
     is_scaled: bool
     has_pairs: bool
-    """Whether both caches have 8 bits per number, and values can be loaded in pairs."""
+    """Whether both caches have 8 bits per number, and can be loaded in pairs of numbers."""
+    has_same_strides: bool
+    """Whether both caches have equal strides, so that the kernels compute offsets once."""
     shares_heads: bool
     """Whether a CTA of `decode_kernel` may take several key heads."""
     max_length: int
@@ -309,7 +311,7 @@ class _LaunchConfig:
             | dict(ROWS=self.rows, BLOCK_N=block_n)
             | options
             | schedule
-            | dict(PAIRS=shape.has_pairs)
+            | dict(PAIRS=shape.has_pairs, SAME_STRIDES=shape.has_same_strides)
             | last
             | dict(PDL=device.supports_pdl),
             dict(num_warps=decode.num_warps, num_stages=decode.num_stages),
@@ -346,9 +348,10 @@ class _LaunchConfig:
         @cache
         def prefill_launches(parts: int) -> tuple[Launch, Launch]:
             cut = dict(PARTS=parts, MIN_PART=_MIN_PREFILL_PART)
+            same = dict(SAME_STRIDES=shape.has_same_strides)
             return Launch(
                 prefill_kernel,
-                heads | dims | tiles | options | cut | last,
+                heads | dims | tiles | options | cut | same | last,
                 dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
                 args=PrefillArgs,
             ), Launch(
@@ -508,6 +511,7 @@ def _select(
         has_slopes,
         is_scaled,
         _has_pairs(q, k, v),
+        k.stride() == v.stride(),
         bool(spec.split_size) or n > _FEW_ROWS,
         min(max_length, _MAX_ROWS + 1),
         next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
@@ -517,11 +521,13 @@ def _select(
 
 
 def _has_pairs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether two caches of 8 bits can be loaded in pairs of numbers."""
+    numbers = (*k.stride()[:-1], *v.stride()[:-1], k.shape[-1], v.shape[-1])
     return (
         q.dtype.itemsize == 2
         and k.dtype.itemsize == v.dtype.itemsize == 1
-        and not (v.storage_offset() % 2 or v.shape[-1] % 2)
-        and all(stride % 2 == 0 for stride in v.stride()[:-1])
+        and not (k.data_ptr() % 2 or v.data_ptr() % 2)
+        and all(number % 2 == 0 for number in numbers)
     )
 
 

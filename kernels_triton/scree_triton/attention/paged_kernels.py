@@ -24,8 +24,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..runtime.device import INTERPRETED
 from .constants import INITIAL_MAX, LN2, LOG2E
 from .portable import tanh
+
+USES_PTX = tl.constexpr(not INTERPRETED)
 
 UNSPECIALIZED = (
     "n",
@@ -100,6 +103,26 @@ def _load_block(
 
 
 @triton.jit
+def _unpack(pairs, NUMBER: tl.constexpr):
+    """Return the even and the odd numbers of pairs of 8-bit numbers in float16."""
+    if USES_PTX:
+        # The compiler needs twice the instructions to select bytes of two pairs in one register.
+        convert: tl.constexpr = "e4m3x2" if NUMBER.is_fp8e4nv() else "e5m2x2"
+        start: tl.constexpr = "{ .reg .b16 x, y; .reg .b32 z; prmt.b32 z, $1, $1, "
+        end: tl.constexpr = "; mov.b32 {x, y}, z; cvt.rn.f16x2." + convert + " $0, x; }"
+        even = tl.inline_asm_elementwise(
+            start + "0x2020" + end, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
+        odd = tl.inline_asm_elementwise(
+            start + "0x3131" + end, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        even = (pairs & 0xFF).to(tl.int8).to(NUMBER, bitcast=True).to(tl.float16)
+        odd = (pairs >> 8).to(tl.int8).to(NUMBER, bitcast=True).to(tl.float16)
+    return even, odd
+
+
+@triton.jit
 def _attend(
     acc,
     row_max,
@@ -137,6 +160,7 @@ def _attend(
     ALIBI: tl.constexpr,
     SUM_LATER: tl.constexpr,
     PAIRS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add the keys [begin, end) of a row to the online softmax of a tile of its queries.
@@ -148,36 +172,41 @@ def _attend(
     A block has BLOCK_N keys of HEADS heads, which are adjacent in memory; column c is key
     ``c // HEADS`` of head ``c % HEADS``. Products of a query with another head are masked. That
     wastes products, of which decoding has plenty, and reads memory in long runs. With SUM_LATER the
-    caller sums `row_sum` over the columns, which several warps may hold. With PAIRS values of 8 bits
+    caller sums `row_sum` over the columns, which several warps may hold. With PAIRS numbers of 8 bits
     are loaded in pairs, because `ldmatrix` transposes no smaller elements than 16 bits.
     """
     column = tl.arange(0, BLOCK_N * HEADS)
     BLOCK_M: tl.constexpr = q.shape[0]
     if HEADS > 1:
         own_head = (tl.arange(0, BLOCK_M) // ROWS)[:, None] == (column % HEADS)[None, :]
+    SIZE: tl.constexpr = 2 if PAIRS else 1
+    if SAME_STRIDES:
+        stride_vp = stride_kp
+        stride_vt = stride_kt
+        stride_vh = stride_kh
     if PAIRS:
+        KEY = K.dtype.element_ty
         VALUE = V.dtype.element_ty
+        K = K.to(tl.pointer_type(tl.int16))
         V = V.to(tl.pointer_type(tl.int16))
+        q, q_odd = tl.split(tl.reshape(q, BLOCK_M, BLOCK_D // 2, 2))
         acc, acc_odd = tl.split(tl.reshape(acc, BLOCK_M, BLOCK_DV // 2, 2))
     for start in range(begin, end, BLOCK_N):
         next_page = _load_pages(PAGES, start + BLOCK_N, end, HEADS, BLOCK_N, PAGE_SIZE)
         k = _load_block(
-            K, page, start, end, stride_kp, stride_kt, stride_kh, HEADS, HEAD_DIM, BLOCK_D,
-            BLOCK_N, PAGE_SIZE,
+            K, page, start, end, stride_kp // SIZE, stride_kt // SIZE, stride_kh // SIZE, HEADS,
+            HEAD_DIM // SIZE, BLOCK_D // SIZE, BLOCK_N, PAGE_SIZE,
+        )  # fmt: skip
+        v = _load_block(
+            V, page, start, end, stride_vp // SIZE, stride_vt // SIZE, stride_vh // SIZE, HEADS,
+            HEAD_DIM_V // SIZE, BLOCK_DV // SIZE, BLOCK_N, PAGE_SIZE,
         )  # fmt: skip
         if PAIRS:
-            pair = _load_block(
-                V, page, start, end, stride_vp // 2, stride_vt // 2, stride_vh // 2, HEADS,
-                HEAD_DIM_V // 2, BLOCK_DV // 2, BLOCK_N, PAGE_SIZE,
-            )  # fmt: skip
-            v = (pair & 0xFF).to(tl.int8).to(VALUE, bitcast=True)
-            v_odd = (pair >> 8).to(tl.int8).to(VALUE, bitcast=True)
-        else:
-            v = _load_block(
-                V, page, start, end, stride_vp, stride_vt, stride_vh, HEADS, HEAD_DIM_V, BLOCK_DV,
-                BLOCK_N, PAGE_SIZE,
-            )  # fmt: skip
+            k, k_odd = _unpack(k, KEY)
+            v, v_odd = _unpack(v, VALUE)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if PAIRS:
+            scores = tl.dot(q_odd, tl.trans(k_odd), scores)
         if SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
         else:
@@ -205,7 +234,7 @@ def _attend(
         p = p.to(q.dtype)
         acc = tl.dot(p, v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
         if PAIRS:
-            acc_odd = tl.dot(p, v_odd.to(q.dtype), acc_odd * alpha[:, None])
+            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
         page = next_page
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
@@ -496,6 +525,7 @@ def decode_kernel(
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
     PAIRS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -612,6 +642,7 @@ def decode_kernel(
                 ALIBI,
                 True,
                 PAIRS,
+                SAME_STRIDES,
                 PRECISION,
             )
             row_sum = tl.sum(row_sum, 1)
@@ -908,6 +939,7 @@ def prefill_kernel(
     WRITE_LSE: tl.constexpr,
     PARTS: tl.constexpr,
     MIN_PART: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute the rows of OUT and LSE that `decode_kernel` does not, one tile of queries per CTA.
@@ -1011,6 +1043,7 @@ def prefill_kernel(
                 ALIBI,
                 False,
                 False,
+                SAME_STRIDES,
                 PRECISION,
             )
     if is_cut:
