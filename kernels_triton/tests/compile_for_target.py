@@ -20,7 +20,9 @@ SHARED_MEMORY = {
 
 #: Attention, forward and backward, for the widths whose tiles fill the shared memory.
 HEAD_DIMS = "head_dims"
-HEAD_DIM_SIZES = {torch.bfloat16: (128, 256), torch.float32: (64, 256)}
+HEAD_DIM_SIZES = {torch.bfloat16: (96, 128, 160, 256), torch.float32: (64, 256)}
+#: Causal attention on one long row, 16 query heads of one key head: kernels of their own on Hopper.
+LONG_ROWS = "long_rows"
 
 
 class Driver:
@@ -72,6 +74,18 @@ def prepare(capability: int, compiled: list[str]) -> None:
     launch.Launch._keep = lambda *args: None
 
 
+def attend_long_row(dim: int, dtype: torch.dtype) -> None:
+    """Compute attention on one long row, and its gradients."""
+    import scree
+
+    q, k, v = (
+        torch.randn(5000, heads, dim, dtype=dtype, requires_grad=True) for heads in (16, 1, 1)
+    )
+    x = scree.Array(q, torch.tensor([0, 5000], dtype=torch.int32), max_length=5000)
+    out = scree.attention(x, x.with_values(k), x.with_values(v), causal=True)
+    out.values.sum().backward()
+
+
 def main() -> None:
     capability, *names = sys.argv[1:]
     compiled: list[str] = []
@@ -89,9 +103,15 @@ def main() -> None:
             inputs = make_inputs("cpu", dtype)
             # Tiles depend on the size of an element in products only.
             both = ("grouped_product", "linear_cross_entropy")
-            chosen = [*CALLS, HEAD_DIMS] if dtype == torch.bfloat16 else [*both, HEAD_DIMS]
+            chosen = (
+                [*CALLS, HEAD_DIMS, LONG_ROWS] if dtype == torch.bfloat16 else [*both, HEAD_DIMS]
+            )
             for name in [name for name in chosen if not names or name in names]:
                 print(f"# {name}, {dtype}", flush=True)
+                if name == LONG_ROWS:
+                    for dim in (64, 128):
+                        attend_long_row(dim, dtype)
+                    continue
                 if name != HEAD_DIMS:
                     run(name, inputs)
                     continue

@@ -18,6 +18,7 @@ MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
 LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
+LONGEST = (40, 4999, 0, 300, 1)
 MASKS = [
     dict(),
     dict(causal=True),
@@ -144,6 +145,16 @@ CASES = [
         for dtype in (f16, bf16)
         for dim in (64, 128)
     ),
+    # Key heads whose query heads are summed in splits.
+    *(
+        Case(dtype, dim, dim, 16, k_heads, LONG, k_lengths, slack=slack, **mask)
+        for (dtype, dim), k_heads, (k_lengths, slack), mask in itertools.product(
+            ((f16, 64), (bf16, 96), (bf16, 128), (f16, 160), (bf16, 256)),
+            (1, 2),
+            ((None, 0), (LONG[::-1], 70)),
+            (MASKS[0], MASKS[1]),
+        )
+    ),
     *(
         Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True)
         for dtype in (f16, bf16)
@@ -227,6 +238,24 @@ def test_error(case):
 def test_few_short_rows(case):
     """Few rows with a known short bound take smaller tiles."""
     check(case, max_length=500)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, dim, dim, heads, k_heads, LONGEST, k_lengths, slack=slack, **mask)
+        for (dtype, dim), (heads, k_heads), (k_lengths, slack), mask in itertools.product(
+            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 128)),
+            ((2, 2), (4, 1)),
+            ((None, 0), (LONGEST[::-1], 0), (None, 70)),
+            (MASKS[0], MASKS[1]),
+        )
+    ],
+    ids=lambda c: c.name,
+)
+def test_long_rows(case):
+    """Rows that are known to be long take larger tiles."""
+    check(case, max_length=max(LONGEST))
 
 
 @pytest.mark.skipif(

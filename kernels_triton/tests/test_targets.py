@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("compile_for_target.py")
 #: Calls with matrix products, whose tiles depend on the device.
-PRODUCTS = ("head_dims", "grouped_product")
+PRODUCTS = ("head_dims", "long_rows", "grouped_product")
 #: Capability -> calls; none means all calls.
 TARGETS = {86: (), **dict.fromkeys((80, 100, 120), ("attention_window", "grouped_product"))}
 
