@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -104,16 +105,15 @@ def compare(
     todo: Sequence[Shape],
     state: State,
     only: Sequence[str] = (),
-    minutes: float | None = None,
+    deadline: float = math.inf,
 ) -> None:
-    """Measure the shapes that are not done, for at most some minutes."""
-    start = time.monotonic()
+    """Measure the shapes that are not done, and start none after a time of the system's clock."""
     try:
         for shape in session.track(todo, "shapes"):
             if shape.name in state.done:
                 continue
-            if minutes is not None and time.monotonic() - start > 60 * minutes:
-                session.leave_out("further shapes", f"{minutes:g} minutes; run the command again")
+            if time.time() > deadline:
+                session.say("The time is over. The same command measures the other shapes.")
                 break
             if why := state.reason(shape, ""):
                 session.leave_out(f"shape {shape.name}", why)
@@ -134,10 +134,14 @@ def _measure(
     case, work = shape.case, replace(shape.work)
     peers = available_peers(session, lib, work, only or CONTENDERS[session.device])
     steps: dict[str, dict[str, Step]] = {phase: {} for phase in PHASES}
-    with state.running(shape, "", session.patience + GRACE):
-        sample = Sample(lib, work)
-        eager = session.row(case, EAGER)
-        eager.values |= dict(zip(ERRORS.values(), sample.eager, strict=True))
+    try:
+        with state.running(shape, "", session.patience + GRACE):
+            sample = Sample(lib, work)
+            errors = dict(zip(ERRORS.values(), sample.eager, strict=True))
+    # No time is shown without a check of the result.
+    except Exception as error:
+        return session.leave_out(f"shape {shape.name}", Failure.of(error).why)
+    session.row(case, EAGER).values |= errors
     for peer in peers:
         row = session.row(case, peer.name)
         if why := state.reason(shape, peer.name):
@@ -146,7 +150,7 @@ def _measure(
         with state.running(shape, peer.name, 2 * session.patience + GRACE):
             for phase, step in _checked_steps(session, lib, peer, sample, row):
                 steps[phase][peer.name] = step
-        _require_device(session, lib, shape, peer.name, row, state)
+        _require_device(session, lib, shape, peer.name, state)
     with state.running(shape, "", 10 * session.patience):
         for phase, by_name in steps.items():
             builds = {name: partial(lambda step: step, step) for name, step in by_name.items()}
@@ -154,6 +158,8 @@ def _measure(
             for name, row in rows.items():
                 if f"{phase}_s" in row.values:
                     _describe(session, lib, work, phase, by_name[name], row)
+    _require_device(session, lib, shape, "", state)
+    return None
 
 
 def _line(rows: Sequence[Row], shape: Shape) -> str:
@@ -222,13 +228,13 @@ def _check_finite(lib: MeasuredLibrary, arrays: Sequence[Any]) -> None:
 
 
 def _require_device(
-    session: Session, lib: MeasuredLibrary, shape: Shape, peer: str, row: Row, state: State
+    session: Session, lib: MeasuredLibrary, shape: Shape, peer: str, state: State
 ) -> None:
-    """End the process if a peer has made the device unusable."""
+    """End the process if a peer has made the device unusable, after a note of the peer."""
     try:
         lib.wait(None)
     except Exception as error:
-        state.excluded.append([shape.name, peer, row.why or Failure.of(error).why])
+        state.excluded.append([shape.name, peer, Failure.of(error).why])
         session.save()
         if state.is_replaceable:
             raise typer.Exit(RESTART) from error
@@ -244,14 +250,21 @@ def _describe(
     row.values[f"{phase}_flops"] = flops
     if session.result.machine["tag"] in DATA_SHEET_TAGS:
         row.values[f"{phase}_share"] = flops / DATA_SHEET_FLOPS
-    walls = []
-    for _ in range(1 if seconds > LONG_SECONDS else WALL_CALLS):
+    calls = 1 if seconds > LONG_SECONDS else WALL_CALLS
+    wall_time = partial(_wall_seconds, lib, step, calls)
+    session.value(row.case, row.who, f"{phase}_wall_s", wall_time)
+    if session.device == "cuda":
+        session.value(row.case, row.who, f"{phase}_clock_hz", partial(clock_rate, step))
+
+
+def _wall_seconds(lib: MeasuredLibrary, step: Step, calls: int) -> float:
+    """Return the median time of single calls on the clock of the host, until each has ended."""
+    seconds = []
+    for _ in range(calls):
         start = time.perf_counter()
         lib.wait(step())
-        walls.append(time.perf_counter() - start)
-    row.values[f"{phase}_wall_s"] = median(walls)
-    if session.device == "cuda":
-        row.values[f"{phase}_clock_hz"] = clock_rate(step)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
 
 
 # --- processes ---
@@ -270,8 +283,8 @@ class Options(NamedTuple):
         JSON of shapes.
     only
         Names of peers, or none for all.
-    minutes
-        Minutes after which no further shape starts.
+    deadline
+        Time of the system's clock after which no further shape starts.
     """
 
     config: dict[str, Any]
@@ -280,7 +293,7 @@ class Options(NamedTuple):
     count: int
     file: Path | None
     only: tuple[str, ...]
-    minutes: float | None
+    deadline: float
 
     @property
     def out(self) -> Path | None:
@@ -332,7 +345,7 @@ def measure(options: Options, *, is_replaceable: bool = False) -> None:
         is_resumed = session.resume()
         state = State(session, is_resumed=is_resumed, is_replaceable=is_replaceable)
         for lib in installed_libraries(session, "torch"):
-            compare(session, lib, options.shapes(), state, options.only, options.minutes)
+            compare(session, lib, options.shapes(), state, options.only, options.deadline)
 
 
 def _measuring_process(options: Options) -> None:
@@ -599,10 +612,12 @@ def _errors_table(rows: Sequence[Row]) -> Table:
                 for row in rows
                 if row.who == who and name in row.values and eager[repr(row.case)].get(name)
             ]
-            count = f"{sum(x <= 1 for x in relative)} of {len(relative)}"
-            line += [count, f"{np.median(relative):.2f}", f"{np.max(relative):.2f}"]
-        if relative:
-            lines.append(line)
+            if relative:
+                count = f"{sum(x <= 1 for x in relative)} of {len(relative)}"
+                line += [count, f"{median(relative):.2f}", f"{max(relative):.2f}"]
+            else:
+                line += ["", "", ""]
+        lines.append(line)
     header = ["", "forward: not larger on", "median", "largest"]
     header += ["gradients: not larger on", "median", "largest"]
     return Table("errors relative to eager PyTorch in the same data type", header, lines, [])

@@ -164,7 +164,8 @@ def _attend(xp: Any, q: Any, k: Any, v: Any, dout: Any, visible: Any) -> tuple[A
     visible = xp.concat([visible] * groups, axis=0)
     scale, transposed = dim**-0.5, xp.matrix_transpose
     scores = xp.astype(xp.matmul(q, transposed(k)) * scale, wide)
-    weights = softmax(xp, xp.where(visible, scores, -float("inf")))
+    # A finite number, so that a query without keys has no NaN.
+    weights = softmax(xp, xp.where(visible, scores, -1e30))
     weights = xp.astype(xp.where(visible, weights, xp.zeros_like(weights)), dtype)
     out = xp.matmul(weights, v)
     slopes = xp.astype(weights, wide) * xp.astype(xp.matmul(dout, transposed(v)), wide)

@@ -16,7 +16,7 @@ from .work import BACKWARD, Work
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 MAX_HEADS, MAX_GROUP, MAX_ROWS = 64, 16, 20_000
 #: Draws of a shape, of which all but the last exceed a limit.
-MAX_DRAWS = 1000
+MAX_DRAWS = 200
 
 
 class Limits(NamedTuple):
@@ -95,7 +95,8 @@ def _constant(rows: int, total: int, rng: np.random.Generator) -> np.ndarray:
 
 def _one_long(rows: int, total: int, rng: np.random.Generator) -> np.ndarray:
     lengths = _uniform(rows, max(rows, int(total * rng.uniform(0.05, 0.5))), rng)
-    lengths[rng.integers(rows)] = max(1, total - int(lengths.sum()))
+    longest = rng.integers(rows)
+    lengths[longest] = max(1, total - int(lengths.sum() - lengths[longest]))
     return lengths
 
 

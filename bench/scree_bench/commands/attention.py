@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -203,8 +205,9 @@ def command(
     only_names = [x.strip() for x in only.split(",") if x.strip()]
     if random is not None or shapes is not None:
         config = {k: v for k, v in locals().items() if k != "only_names"}
+        deadline = time.time() + 60 * minutes if minutes is not None else math.inf
         options = comparison.Options(
-            config, resolve_device(device), seed, random or 0, shapes, tuple(only_names), minutes
+            config, resolve_device(device), seed, random or 0, shapes, tuple(only_names), deadline
         )
         return comparison.run(
             options, processes=compile_processes, restarts=restart, is_fresh=fresh
