@@ -340,7 +340,7 @@ def run(options: Options, *, processes: int, restarts: bool, is_fresh: bool) -> 
 
 
 def measure(options: Options, *, is_replaceable: bool = False) -> None:
-    """Measure the shapes in this process, after those of earlier results."""
+    """Measure the shapes in this process, except the ones with earlier results."""
     with Session("attention", options.config, options.device, options.part) as session:
         is_resumed = session.resume()
         state = State(session, is_resumed=is_resumed, is_replaceable=is_replaceable)

@@ -1,8 +1,8 @@
 """A cheap check of attention: some queries of some rows, against float64 and eager arithmetic.
 
-The whole result of a kernel is computed, and a sample of it is compared. The gradients are those of
-a cotangent that is zero except at the sampled queries. The keys of a sampled row then depend on
-these queries only, so their exact gradients cost little, and every key of the row is compared.
+The whole result of a kernel is computed, and a sample of it is compared. The gradients come from a
+cotangent that is zero except at the sampled queries. The gradients of the keys of a row then depend
+on these queries only, so the exact ones cost little, and every key of a sampled row is compared.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Work:
     Attributes
     ----------
     lengths
-        Tokens of each row; those of its queries if `key_lengths` is given.
+        Tokens of each row, or its queries if `key_lengths` is given.
     heads, kv_heads, dim
         Heads of the queries, heads of keys and values, and the head dimension.
     dtype
