@@ -396,10 +396,14 @@ def _compile_in_processes(options: Options, count: int) -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_compile, args=(options, i, count)) for i in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.terminate()
 
 
 def _compile(options: Options, first: int, step: int) -> None:

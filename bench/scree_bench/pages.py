@@ -99,7 +99,10 @@ float64, and the error may be twice the error of eager PyTorch.
 | `--minutes 9` | No further shape starts after so many minutes. |
 | `--compile-processes 12` | Processes compile the kernels of all shapes first. |
 | `--fresh` | Earlier results of these shapes are discarded. |
-| `--shapes list.json` | Shapes of a file: objects with `lengths`, `heads` and `dim`, and optionally `kv_heads`, `dtype`, `causal`, `window`, `key_lengths`, `name`. |
+| `--shapes list.json` | The shapes of a file are compared. |
+
+The file is a list of objects with `lengths`, `heads` and `dim`, and optionally `kv_heads`, `dtype`,
+`causal`, `window`, `key_lengths` and `name`. `[31, 250]` in the lengths is 250 rows of 31 tokens.
 
 A peer that raises is listed with its reason. A peer that hangs or ends the process is left out on
 that shape, and a new process goes on. `scree-bench compare` compares two such runs.

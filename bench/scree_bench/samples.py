@@ -2,7 +2,7 @@
 
 The whole result of a kernel is computed, and a sample of it is compared. The gradients come from a
 cotangent that is zero except at the sampled queries. The gradients of the keys of a row then depend
-on these queries only, so the exact ones cost little, and every key of a sampled row is compared.
+on these queries only, so the exact ones cost little.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .work import Work, inputs
 
 #: Sampled rows of a work, and the most sampled queries of a row.
 ROWS, QUERIES = 16, 64
-#: Scores of a row, over all heads, that the check holds at a time. A row has at least four queries.
+#: Scores of a row over all heads; a row has at least four queries all the same.
 SCORES = 1 << 25
+#: Numbers of a row of keys that the check converts at a time, and that it compares.
+NUMBERS, COMPARED = 1 << 26, 1 << 22
 #: An error may be this many times the error of eager PyTorch, or of the least error here: about a
 #: rounding of half precision, and some of float32, whose products are summed in different orders.
 MAX_ERROR_RATIO = 2.0
@@ -51,14 +53,15 @@ class Sample:
         chosen = {int(x) for x in (nonempty[0], nonempty[-1], longest)}
         chosen |= {int(x) for x in rng.choice(nonempty, min(ROWS - 3, len(nonempty)), False)}
         self.rows = sorted(chosen)
-        #: Row -> positions of its sampled queries.
-        self.queries = {row: self._positions(row, rng) for row in self.rows}
-
-    def _positions(self, row: int, rng: np.random.Generator) -> np.ndarray:
-        length, keys = self.work.lengths[row], self.work.keys[row]
-        count = min(length, max(4, min(QUERIES, SCORES // (self.work.heads * keys))))
-        between = rng.choice(length, count, replace=False)
-        return np.unique([0, length - 1, *between[2:]])
+        #: Row -> positions of its sampled queries, and of its compared keys.
+        self.queries: dict[int, np.ndarray] = {}
+        self.key_positions: dict[int, np.ndarray] = {}
+        for row in self.rows:
+            length, keys = work.lengths[row], work.keys[row]
+            queries = max(4, min(QUERIES, SCORES // (work.heads * keys)))
+            self.queries[row] = _positions(length, queries, rng)
+            compared = max(64, COMPARED // (work.kv_heads * work.dim))
+            self.key_positions[row] = _positions(keys, compared, rng)
 
     @cached_property
     def tokens(self) -> Any:
@@ -69,10 +72,10 @@ class Sample:
 
     @cached_property
     def keys(self) -> Any:
-        """Indices of the keys of the sampled rows in the packed keys."""
+        """Indices of the compared keys of the sampled rows in the packed keys."""
         starts = self.work.key_offsets
-        indices = [np.arange(starts[row], starts[row + 1]) for row in self.rows]
-        return self.lib.make(np.concatenate(indices), "int64")
+        indices = np.concatenate([starts[row] + self.key_positions[row] for row in self.rows])
+        return self.lib.make(indices, "int64")
 
     @cached_property
     def cotangent(self) -> Any:
@@ -102,20 +105,25 @@ class Sample:
         return self.error(parts[:1]), self.error(parts[1:])
 
     def _compute(self, dtype: str) -> list[Any]:
-        lib, xp = self.lib, self.lib.xp
-        (q, k, v), dout = inputs(lib, self.work)
+        lib, xp, work = self.lib, self.lib.xp, self.work
+        (q, k, v), dout = inputs(lib, work)
         as_dtype = lib.as_float64 if dtype == "float64" else lambda x: x
+        groups = work.heads // work.kv_heads
         parts = []
         for row in self.rows:
-            start, first, stop = (
-                self.work.offsets[row],
-                *self.work.key_offsets[row : row + 2].tolist(),
-            )
+            start, keys = work.offsets[row], slice(*work.key_offsets[row : row + 2].tolist())
             at = lib.make(start + self.queries[row], "int64")
-            visible = lib.make(self.work.visible_keys(row, self.queries[row]), "bool")
-            arrays = (xp.take(q, at, axis=0), k[first:stop], v[first:stop])
-            cotangent = xp.take(dout, at, axis=0)
-            parts.append(_attend(xp, *map(as_dtype, (*arrays, cotangent)), visible))
+            visible = lib.make(work.visible_keys(row, self.queries[row]), "bool")
+            compared = lib.make(self.key_positions[row], "int64")
+            step = max(1, NUMBERS // (work.keys[row] * work.dim))
+            by_heads = []
+            for first in range(0, work.kv_heads, step):
+                kv_heads = slice(first, first + step)
+                heads = slice(first * groups, (first + step) * groups)
+                arrays = (xp.take(x[:, heads], at, axis=0) for x in (q, dout))
+                arrays = (*arrays, k[keys, kv_heads], v[keys, kv_heads])
+                by_heads.append(_attend(xp, *map(as_dtype, arrays), visible, compared))
+            parts.append([xp.concat(list(x), axis=1) for x in zip(*by_heads, strict=True)])
         return [lib.as_float64(xp.concat(list(x), axis=0)) for x in zip(*parts, strict=True)]
 
     def error(self, parts: list[Any]) -> float:
@@ -141,11 +149,21 @@ class Sample:
         return forward, gradient
 
 
-def _attend(xp: Any, q: Any, k: Any, v: Any, dout: Any, visible: Any) -> tuple[Any, ...]:
-    """Return the result and the gradients of some queries of a row, in the data type of `q`.
+def _positions(length: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return at most `count` positions of a row: the first, the last, and random ones."""
+    if length <= count:
+        return np.arange(length)
+    return np.unique([0, length - 1, *rng.choice(length, count - 2, replace=False)])
 
-    As in eager PyTorch, the softmax and its gradient are computed in float32 at least, and every
-    operation rounds its result to the data type. A query that sees no key has the result 0.
+
+def _attend(
+    xp: Any, q: Any, dout: Any, k: Any, v: Any, visible: Any, compared: Any
+) -> tuple[Any, ...]:
+    """Return the result of some queries of a row, their gradients, and gradients of keys.
+
+    The gradients of k and v are given for the `compared` keys. As in eager PyTorch, the softmax and
+    its gradient are computed in float32 at least, and every operation rounds its result to the data
+    type of `q`. A query that sees no key has the result 0.
     """
     (count, heads, dim), (_, kv_heads, _) = q.shape, k.shape
     groups, dtype = heads // kv_heads, q.dtype
@@ -172,7 +190,7 @@ def _attend(xp: Any, q: Any, k: Any, v: Any, dout: Any, visible: Any) -> tuple[A
     slopes = slopes - xp.astype(weights, wide) * xp.sum(slopes, axis=-1, keepdims=True)
     dscores = xp.astype(slopes, dtype) * scale
     dk, dv = (
-        xp.permute_dims(xp.matmul(transposed(x), y), (1, 0, 2))
+        xp.permute_dims(xp.matmul(transposed(xp.take(x, compared, axis=2)), y), (1, 0, 2))
         for x, y in ((dscores, q), (weights, dout))
     )
     return by_query(out), by_query(xp.matmul(dscores, k)), dk, dv

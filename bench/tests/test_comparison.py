@@ -185,6 +185,26 @@ def test_exact_results_of_a_sample_equal_the_loop(library, name):
         np.testing.assert_allclose(np.asarray(exact), expected, rtol=1e-9, atol=1e-12)
 
 
+def test_exact_results_do_not_depend_on_the_heads_at_a_time(monkeypatch):
+    lib, work = load("numpy"), Work((40, 9), 6, 3, 8, "float32", key_lengths=(50, 3))
+    whole = Sample(lib, work).exact
+    monkeypatch.setattr(samples, "NUMBERS", 1)
+    for part, expected in zip(Sample(lib, work).exact, whole, strict=True):
+        np.testing.assert_allclose(part, expected, rtol=1e-12)
+
+
+def test_sample_of_long_rows_compares_some_keys(monkeypatch):
+    monkeypatch.setattr(samples, "COMPARED", 64 * 3 * 8)
+    lib, work = load("numpy"), Work((40, 9), 6, 3, 8, "float32", key_lengths=(500, 30))
+    sample = Sample(lib, work)
+    assert 32 + 30 < len(sample.keys) <= 64 + 30
+    _, dq, dk, dv = loop(work)
+    parts = [dq[sample.tokens], dk[sample.keys], dv[sample.keys]]
+    assert len(sample.tokens) == work.total and sample.error(parts) < 1e-12
+    parts[2][0] *= 2
+    assert sample.error(parts) > 1e-3
+
+
 def test_sample_of_a_work_without_windows_agrees_with_the_reference():
     lib, work = load("numpy"), Work((300, 2, 41), 4, 2, 16, "float32")
     sample = Sample(lib, work)
@@ -395,18 +415,16 @@ def test_running_ends_a_process_that_hangs(tmp_path):
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("restart", [(), ("--no-restart",)])
+@pytest.mark.parametrize("restart", [("--compile-processes", "1"), ("--no-restart",)])
 def test_command_with_random_shapes_goes_on_with_more(restart, tmp_path):
     arguments = ["attention", "--quick", "--device", "cpu", "--seed", "5", "--out", str(tmp_path)]
     for count, new in ((1, ["0"]), (2, ["1"])):
-        if restart:
-            output = CliRunner().invoke(app, [*arguments, "--random", str(count), *restart]).output
-            assert [line.split(":")[0] for line in output.splitlines() if "; both" in line] == [
-                f"shape {name}" for name in new
-            ]
-        else:
-            run = CliRunner().invoke(app, [*arguments, "--random", str(count)])
-            assert run.exit_code == 0
+        run = CliRunner().invoke(app, [*arguments, "--random", str(count), *restart])
+        assert run.exit_code == 0, run.output
+        # The output of another process is not captured.
+        if restart == ("--no-restart",):
+            lines = [line for line in run.output.splitlines() if "; both" in line]
+            assert [line.split(":")[0] for line in lines] == [f"shape {name}" for name in new]
     result = results.read(tmp_path / "attention-random-seed-5-cpu.json")
     assert result.extra["done"] == ["0", "1"] and result.complete
     assert list(tmp_path.glob("*.svg"))
