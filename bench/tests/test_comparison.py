@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 from scree_bench import attentions, comparison, results, samples, shapes
 from scree_bench.cli import app
-from scree_bench.comparison import State, compare, shape_ratios, statistics, supervise
+from scree_bench.comparison import State, compare, supervise
 from scree_bench.libraries import load
 from scree_bench.peers import Peer
 from scree_bench.results import OK, Result, Row
 from scree_bench.samples import Sample
 from scree_bench.session import Session
+from scree_bench.shape_ratios import shape_ratios, statistics, tables
 from scree_bench.shapes import Shape
 from scree_bench.work import BACKWARD, Work, inputs, reference
 
@@ -308,7 +309,7 @@ def test_compare_of_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     calls = []
 
     def interrupted(session, lib, todo, state):
-        measure = comparison._measure
+        measure = comparison.measure_shape
 
         def once(*args):
             calls.append(args[2].name)
@@ -316,7 +317,7 @@ def test_compare_of_an_interrupted_run_goes_on(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             measure(*args)
 
-        monkeypatch.setattr(comparison, "_measure", once)
+        monkeypatch.setattr(comparison, "measure_shape", once)
         compare(session, lib, todo, state)
 
     with pytest.raises(typer.Exit):
@@ -463,12 +464,12 @@ def test_tables_name_the_worst_shapes_and_the_failures():
     rows = list(rows_of([{"scree": 1.0, "FA2": i / 10} for i in range(1, 13)]))
     rows.append(Row(rows[0].case, "FA4", "failed", "both_s: no kernel"))
     rows.append(Row({**rows[0].case, "shape": "99"}, "scree", "failed", "forward_s: broken"))
-    ratios, worst, _, errors = comparison.tables(rows)
+    ratios, worst, _, errors = tables(rows)
     assert ratios.lines[0][:6] == ["all", "", "12", "**1.55**", "**7.25**", "**10.00**"]
     assert ratios.lines[0][6:] == ["0", "", "", ""]
     assert ["query heads per kv head", "2 to 4"] in [line[:2] for line in ratios.lines]
-    assert ratios.notes[0] == "shape 99, scree: forward_s: broken"
-    assert ratios.notes[1] == "FA4 failed on 1 shapes (0): both_s: no kernel"
+    assert ratios.notes[0] == "scree, shapes 99: forward_s: broken"
+    assert ratios.notes[1] == "FA4, shapes 0: both_s: no kernel"
     assert [line[0] for line in worst.lines] == [str(i) for i in range(10)]
     assert worst.lines[0][-1] == "**10.00**" and worst.lines[0][4] == "FA2"
     assert errors.lines[0][:4] == ["scree", "12 of 12", "0.50", "0.50"]

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import typer
 
-from .. import comparison, plots, results
+from .. import comparison, plots, results, shape_ratios
 from .. import lengths as draws
 from ..attentions import Prepared, scree_attention
 from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
@@ -417,11 +417,11 @@ def sweep(
 def tables(result: Result) -> list[Table]:
     """Return the main values of named workloads, and ratios and times of the sweep over shapes.
 
-    Compared shapes have the tables of `comparison` instead.
+    Compared shapes have the tables of `shape_ratios` instead.
     """
     compared = [row for row in result.rows if "shape" in row.case]
     if compared:
-        return comparison.tables(compared)
+        return shape_ratios.tables(compared)
     swept = [row for row in result.rows if row.case.get("work") in SHAPES]
     shown = results.tables([row for row in result.rows if row not in swept], SHOWN)
     if swept:
@@ -471,7 +471,7 @@ def pictures(result: Result) -> plots.Pictures:
     tiled = [row for row in result.rows if row.status == OK and "kernel" in row.case]
     compared = [row for row in result.rows if "shape" in row.case]
     if compared:
-        return {"attention-ratios": partial(comparison.picture, rows=compared)}
+        return {"attention-ratios": partial(shape_ratios.picture, rows=compared)}
     drawn: plots.Pictures = {"attention-tiles": partial(_grid, rows=tiled)} if tiled else {}
     for phase, name in (
         ("forward", "forward"),
