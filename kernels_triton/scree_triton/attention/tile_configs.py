@@ -27,7 +27,7 @@ class Sm90Tile(NamedTuple):
 
     `own_stages` are the stages of the side that the tile cuts: the queries in forward and dq, the
     keys in dkdv. `ctas_per_sm` is the number of CTAs that share an SM. `ping_pong` makes the warp
-    groups of dq or dkdv start their products one after another, as those of the forward always do.
+    groups of dq or dkdv start their products one after another, as in every forward.
     """
 
     block_m: int
