@@ -1,7 +1,6 @@
 """What a program around the kernels sees: devices, streams, graphs, compilers and dispatch modes."""
 
 import os
-import random
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ if not torch.cuda.is_available():
 
 import numpy as np
 from program_calls import CALLS, HEADS, LENGTHS, NOT_DIFFERENTIABLE, READS_OFFSETS, make_inputs, run
+from stress import is_equal, stress_streams
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -46,10 +46,6 @@ def assert_equal(got, expected, name=""):
             torch.testing.assert_close(x.cpu(), y.cpu(), rtol=2e-2, atol=1e-4, equal_nan=True)
         else:
             assert is_equal(x.cpu(), y.cpu()), name
-
-
-def is_equal(x, y):
-    return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
 
 
 class Recorder(TorchDispatchMode):
@@ -384,50 +380,10 @@ def test_second_gpu_gives_the_bits_of_the_first(name, compiled):
 
 
 # --- Streams and graphs
-def stress(rounds, streams=8, seed=0):
-    """Run random calls on random streams with shared layouts; return the calls that differ."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        draw = random.Random(seed)
-        names = [name for name in CALLS if name != "linear_cross_entropy"]
-        base = make_inputs("cuda", torch.bfloat16)
-        expected = {name: run(name, base) for name in names}
-        torch.cuda.synchronize()
-        pool = [torch.cuda.Stream() for _ in range(streams)]
-        wrong, pending, array = [], [], None
-        for i in range(rounds):
-            if i % 50 == 0:  # a new layout, first used on a busy stream
-                for name, result in pending:
-                    same = [is_equal(a, b) for a, b in zip(result, expected[name], strict=True)]
-                    if not all(same):
-                        wrong.append((i, name, same))
-                pending = []
-                torch.cuda.synchronize()
-                array = base.array(base.x)
-                with torch.cuda.stream(pool[i // 50 % streams]):
-                    torch.cuda._sleep(2_000_000)
-            name = draw.choice(names)
-            with torch.cuda.stream(draw.choice(pool)):
-                out = CALLS[name](array, base.weight, base.classes)
-                result = [out.detach()]
-                if name not in NOT_DIFFERENTIABLE:
-                    loss = out.float().nan_to_num(0.0, 0.0, 0.0).square().sum()
-                    grads = torch.autograd.grad(loss, base[1:3], allow_unused=True)
-                    result += [g for g in grads if g is not None]
-            pending.append((name, result))
-        torch.cuda.synchronize()
-        for name, result in pending:
-            if not all(is_equal(a, b) for a, b in zip(result, expected[name], strict=True)):
-                wrong.append((rounds, name))
-        return wrong
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @on_gpu
 def test_streams_that_share_a_layout_give_equal_bits(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert not stress(rounds=500)
+    assert not stress_streams(rounds=500)
 
 
 @on_gpu

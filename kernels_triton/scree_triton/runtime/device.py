@@ -15,7 +15,7 @@ from scree.backends import constant
 INTERPRETED = knobs.runtime.interpret
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 #: Gluon and its compiler change between releases; the Gluon kernels were tested with these.
-GLUON_VERSIONS = (3, 6), (3, 7)
+GLUON_VERSIONS = (3, 6), (3, 7), (3, 8), (3, 9)
 #: Compute capabilities of devices where a CTA can have 227 KB of shared memory.
 LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
