@@ -97,7 +97,7 @@ def test_the_common_variant_is_asked_for_once(jit):
         grid == (5,)
         and args[0] is X
         and args[1:] == (16, 3)
-        and constants == dict(BLOCK=64, num_warps=4)
+        and constants == dict(BLOCK=64, num_warps=4, enable_fp_fusion=True)
     )
     assert [args[:4] for args in kernel.launched] == [(6, 1, 1, "stream"), (7, 1, 1, "stream")]
     assert kernel.launched[0][4:] == (
@@ -181,6 +181,76 @@ def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
             (X.data_ptr(), 16, 3, 64),
         )
     ]
+
+
+class Utilities:
+    """The part of Triton's utilities in C that its launcher calls; it keeps the arguments."""
+
+    def __init__(self):
+        self.launched = []
+
+    def launch(self, *args):
+        self.launched.append((*args[:-1], tuple(args[-1])))
+
+    def build_signature_metadata(self, signature):
+        return tuple(signature)
+
+    def fill_tma_descriptor_tiled(self, *args):
+        return "tensor map", args
+
+
+@pytest.mark.skipif(module.TRITON_VERSION == (3, 6), reason="3.6 generates the launcher as C code")
+@pytest.mark.skipif(
+    module.TRITON_VERSION not in module.TESTED_VERSIONS, reason="launches go through the JIT"
+)
+@pytest.mark.parametrize("described", [False, True])
+def test_launch_passes_what_the_launcher_of_the_installed_triton_passes(described, monkeypatch):
+    from triton.backends.nvidia import driver
+    from triton.runtime import driver as runtime
+
+    utilities = Utilities()
+    active = SimpleNamespace(
+        utils=utilities, get_current_target=lambda: None, allocate_default_profile_scratch=None
+    )
+    monkeypatch.setattr(runtime, "_active", active)
+    monkeypatch.setattr(driver, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type))
+    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
+        monkeypatch.setattr(driver, name, name)
+    monkeypatch.setattr(module, "current_stream", lambda index: "stream")
+    fields = ["Q"] * described + ["X", "x_stride", "count"]
+    types = ["tensordesc<fp16[16,16]>"] * described + ["*fp16", "i32", "i32"]
+    names = [*fields, "BLOCK"]
+    shape = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [16, 16]}
+    metadata = SimpleNamespace(
+        tensordesc_meta=[{**shape, "fp4_padded": False}] * described, num_ctas=1,
+        global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=True, gsan=False,
+    )  # fmt: skip
+    source = SimpleNamespace(
+        fn=SimpleNamespace(arg_names=names),
+        signature=dict(zip(names, [*types, "constexpr"])),
+        constants={(len(fields),): 64},
+    )
+    run = driver.CudaLauncher(source, metadata)
+    arguments = dict(X=X, x_stride=16, count=3)
+    descriptor = module._Described(X, (16, 16), (16, 1))
+    run(
+        5, 1, 1, "stream", "function", "packed", None, None, None,
+        *[descriptor] * described, X.data_ptr(), 16, 3, 64,
+    )  # fmt: skip
+
+    kernel = SimpleNamespace(arg_names=names)
+    args_class = NamedArgs if described else Args
+    launch = Launch(kernel, dict(BLOCK=64), {}, (16,) * described, args=args_class)
+    compiled = SimpleNamespace(
+        run=run, function="function", packed_metadata="packed", metadata=metadata
+    )
+    launch._keep(16, compiled, 0)
+    assert 16 in launch.variants
+    q = dict(Q=(X, module.tiled((16, 16), (16, 1), 16))) if described else {}
+    launch(5, args_class(**q, **arguments))
+    triton_call, our_call = utilities.launched
+    assert our_call == triton_call
 
 
 def test_a_cooperative_launch_stays_one(jit):
