@@ -430,6 +430,25 @@ def test_two_graphs_of_one_layout_do_not_share_memory():
         assert torch.equal(outputs[1], expected)
 
 
+@on_gpu
+def test_autotune_under_capture_measures_nothing(monkeypatch):
+    from scree_triton.attention import autotune, launch_configs
+
+    inputs = make_inputs("cuda", torch.bfloat16)
+    call = CALLS["attention"]  # head_dim 16: portable kernels on every device
+    with torch.no_grad():
+        expected = call(inputs.array(inputs.x), inputs.weight, inputs.classes)
+        monkeypatch.setattr(launch_configs, "AUTOTUNE", True)
+        monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+        monkeypatch.setattr(autotune, "milliseconds", lambda *args: pytest.fail("measured"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(inputs.array(inputs.x), inputs.weight, inputs.classes)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
 if __name__ == "__main__":  # the process of `test_compile_time_grows_linearly_with_depth`
     from torch._inductor import config, exc
 

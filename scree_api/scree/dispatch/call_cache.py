@@ -41,12 +41,13 @@ def lookup(
     for x in arrays.values():
         cls = type(x)
         if cls is Array:
+            of_x = x.layout
             if layout is None:
-                layout = x.layout
-            if x.layout is layout:
+                layout = of_x
+            if of_x is layout:
                 axes.append(x.ragged_dim)
-            elif second is None or x.layout is second:
-                second = x.layout
+            elif second is None or of_x is second:
+                second = of_x
                 axes.append(~x.ragged_dim)  # negative: on the second layout
             else:
                 return None, values
