@@ -41,6 +41,8 @@ ROUNDS_PER_LAYOUT = 50
 #: Passes of a shape, and the streams that run them at the same time.
 PASSES, STREAMS = 12, 3
 MAX_TOKENS = 12_000
+#: Time between two lines about the progress.
+REPORT_SECONDS = 20
 #: A result, and the gradients of the arguments.
 NAMES = "out", "dx", "dy", "dz"
 
@@ -262,8 +264,11 @@ def stress_shapes(
     print(
         f"compiled and ran {len(variants)} variants: {time.monotonic() - start:.0f} s", flush=True
     )
-    start, i = time.monotonic(), 0
-    while time.monotonic() - start < seconds:
+    start, i, reported = time.monotonic(), 0, 0.0
+    while (elapsed := time.monotonic() - start) < seconds:
+        if elapsed - reported >= REPORT_SECONDS:
+            print(f"{elapsed:.0f} s: {i} shapes, {len(wrong)} differ", flush=True)
+            reported = elapsed
         i += 1
         run_next(draw.choice(variants), i, limit)
     return counts, wrong
