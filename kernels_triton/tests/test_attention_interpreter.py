@@ -312,7 +312,13 @@ def test_schedule_tiles_covers_all_tokens_longest_first(
     "version, dtype, dim, expected",
     [
         ((3, 6), torch.float16, 64, None),
-        ((3, 9), torch.float16, 64, "tested with Triton 3.6 and 3.7, not 3.9"),
+        ((3, 9), torch.float16, 64, None),
+        (
+            (3, 10),
+            torch.float16,
+            64,
+            "tested with Triton 3.6 to 3.9, not 3.10; portable kernels run",
+        ),
         ((3, 6), torch.float16, 20, "multiples of 8 from 24 to 256 here, not 20"),
         ((3, 6), torch.float32, 128, "head_dim 32 or 64 here, not 128"),
     ],

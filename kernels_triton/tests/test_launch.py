@@ -1,13 +1,18 @@
 """What a launch asks the JIT once and what it then hands to the launcher in C, with stand-ins for both."""
 
+import re
 import sys
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
 from scree.dispatch.operation import KernelUnavailableError
+from scree_triton.runtime import device
 from scree_triton.runtime import launch as module
 from scree_triton.runtime.launch import (
     Descriptor,
@@ -18,6 +23,8 @@ from scree_triton.runtime.launch import (
     bind_args,
     launch_args,
 )
+
+PAGE = Path(__file__).parents[2] / "docs/pytorch.md"
 
 
 @launch_args
@@ -251,6 +258,32 @@ def test_launch_passes_what_the_launcher_of_the_installed_triton_passes(describe
     launch(5, args_class(**q, **arguments))
     triton_call, our_call = utilities.launched
     assert our_call == triton_call
+
+
+@pytest.mark.parametrize("version, warnings", [((3, 9), 0), ((3, 10), 1)])
+def test_device_info_warns_once_of_a_version_without_hopper_kernels(version, warnings, monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+    monkeypatch.setattr(device, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device.Device.__init__, "__defaults__", (version,))
+    find = cache(device.device_info.__wrapped__)
+    with catch_warnings(record=True) as caught:
+        simplefilter("always")
+        records = {find(torch.device("cuda", 0)) for _ in range(3)}
+    assert len(caught) == warnings and [x.supports_sm90_gluon for x in records] == [not warnings]
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the package")
+def test_table_of_versions_in_the_documentation_is_the_table_of_the_code():
+    _, section = PAGE.read_text().split("## Versions of Triton")
+    documented = {
+        tuple(map(int, version.split("."))): tested
+        for version, tested in re.findall(r"^\| (\d+\.\d+) \| ([^|]*) \|", section, re.MULTILINE)
+    }
+    assert documented == device.TESTED_VERSIONS
 
 
 def test_a_cooperative_launch_stays_one(jit):
