@@ -7,6 +7,9 @@ they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 import importlib
 import inspect
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -252,6 +255,35 @@ def test_autotune_measures_each_kind_once(monkeypatch, capsys, tmp_path):
         and capsys.readouterr().out.count(f"(4, 32): {config.tiles!r},  # torch.float32, right")
         == 1
     )
+
+
+PROCESS = """
+import sys, time, torch
+from triton import knobs
+from scree_triton.attention import autotune, tile_configs
+knobs.cache.dir = sys.argv[1]
+tiles = tile_configs.portable_tiles((8, 0), 4, 32)
+def measure(*args):
+    time.sleep(1)
+    return tiles._replace(dq=tiles.dq._replace(num_warps=int(sys.argv[2])))
+autotune._measure = measure
+x = torch.zeros(1)
+print("tiles", autotune.autotune_tiles((4, 32), None, tiles, x, x, x, None, None, False))
+"""
+
+
+def test_autotune_in_two_processes_at_once_gives_one_choice(tmp_path):
+    """As in the ranks of a program: one measures, the other waits and reads."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path), str(warps)], stdout=subprocess.PIPE
+        )
+        for warps in (4, 8)
+    ]
+    outputs = [process.communicate()[0].decode() for process in processes]
+    choices = {re.search("^tiles .*", output, re.MULTILINE)[0] for output in outputs}
+    assert len(choices) == 1
+    assert sum("measured on" in output for output in outputs) == 1
 
 
 @pytest.mark.parametrize(

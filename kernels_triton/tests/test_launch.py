@@ -276,6 +276,13 @@ def test_device_info_warns_once_of_a_version_without_hopper_kernels(version, war
     assert len(caught) == warnings and [x.supports_sm90_gluon for x in records] == [not warnings]
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (9, 4)])  # MI200 and MI300
+def test_device_of_amd_runs_no_kernel_and_says_why(capability):
+    record = device.Device("amd", capability, 104, 64 << 10, 8 << 20)
+    assert record.rejection == "the Triton kernels take NVIDIA GPUs, not AMD GPUs"
+    assert not record.supports_pdl and not record.supports_sm90_gluon
+
+
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the package")
 def test_table_of_versions_in_the_documentation_is_the_table_of_the_code():
     _, section = PAGE.read_text().split("## Versions of Triton")

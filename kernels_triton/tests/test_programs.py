@@ -274,6 +274,31 @@ def test_register_lowerings_knows_every_operator():
     assert all(operator._opoverload in lowerings for operator in operators.OPERATORS)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_compiled_norm_computes_the_gradient_of_the_weight_only_if_needed(is_frozen):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    inputs = make_inputs(DEVICE, lengths=ROWS)
+    weight = inputs.weight.detach().requires_grad_(not is_frozen)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    program = torch.compile(
+        lambda x, w: CALLS["rms_norm"](inputs.array(x), w, inputs.classes), backend=backend
+    )
+    program(inputs.x, weight).sum().backward()
+    (node,) = [n for g in graphs for n in g.nodes if "norm_backward" in str(n.target)]
+    *_, needs_dweight, needs_dbias = node.args
+    assert needs_dweight is not is_frozen and needs_dbias is False
+    assert (weight.grad is None) == is_frozen
+
+
 @on_gpu
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("name", TRACEABLE)
