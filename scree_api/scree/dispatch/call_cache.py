@@ -41,7 +41,8 @@ def lookup(
     for x in arrays.values():
         cls = type(x)
         if cls is Array:
-            of_x = x.layout
+            # The property costs a call in Python, and this function runs once per operation.
+            of_x = x.__dict__.get("_layout") or x.layout
             if layout is None:
                 layout = of_x
             if of_x is layout:
@@ -66,8 +67,10 @@ def lookup(
     settings = (*options.values(),)
     types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
     if tuple in types:
-        types = *types, *((*map(type, x),) for x in settings if type(x) is tuple)
-    cache = layout.cache if second is None else layout.pair_cache(second)
+        for x in settings:
+            if type(x) is tuple:
+                types += (*map(type, x),)
+    cache = layout.eager_cache() if second is None else layout.pair_cache(second)
     key = (operation, kernel, settings, types, *axes)
     try:
         entries: list[Entry] | None = cache.get(key)
