@@ -41,14 +41,13 @@ def lookup(
     for x in arrays.values():
         cls = type(x)
         if cls is Array:
-            # The property costs a call in Python, and this function runs once per operation.
-            of_x = x.__dict__.get("_layout") or x.layout
+            x_layout = x.layout
             if layout is None:
-                layout = of_x
-            if of_x is layout:
+                layout = x_layout
+            if x_layout is layout:
                 axes.append(x.ragged_dim)
-            elif second is None or of_x is second:
-                second = of_x
+            elif second is None or x_layout is second:
+                second = x_layout
                 axes.append(~x.ragged_dim)  # negative: on the second layout
             else:
                 return None, values
