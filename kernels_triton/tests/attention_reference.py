@@ -153,7 +153,12 @@ def distance(x: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check_public_call(
-    device: str, dtype: torch.dtype, dim: int, options: dict, bound: float
+    device: str,
+    dtype: torch.dtype,
+    dim: int,
+    options: dict,
+    bound: float,
+    slopes_per_row: bool = False,
 ) -> None:
     """Compare `scree.attention` on these kernels with the standard path in float64.
 
@@ -171,7 +176,7 @@ def check_public_call(
 
     inputs = [draw(sum(lengths), 4, dim), draw(sum(keys), 2, dim), draw(sum(keys), 2, dim), draw(4)]
     slopes, dout, dlse = (
-        torch.rand(4, generator=generator, device=device),
+        torch.rand((4, 4) if slopes_per_row else 4, generator=generator, device=device),
         draw(sum(lengths), 4, dim),
         draw(sum(lengths), 4),
     )

@@ -388,7 +388,7 @@ def test_operator(dim):
     kind = p.q.dtype, dim, dim
     tiles = schedule_op(p.cu_q, p.cu_k, p.q.shape[0], *kind, 0, UNBOUNDED, 0)
     constants = tiles, 70, UNBOUNDED, 0, 0.1, 0.0
-    torch.library.opcheck(attention_op, (*args, None, p.cu_q, p.cu_k, *constants))
+    torch.library.opcheck(attention_op, (*args, None, None, p.cu_q, p.cu_k, *constants, 0))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 160])
