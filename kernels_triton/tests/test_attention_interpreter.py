@@ -46,11 +46,7 @@ CASES = [
 ]
 
 
-DROPOUT_OPTIONS = [
-    dict(),
-    dict(causal=True, softcap=3.0, deterministic=True),
-    dict(window=(9, 4)),
-]
+DROPOUT_OPTIONS = [dict(), dict(causal=True, softcap=3.0, deterministic=True), dict(window=(9, 4))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -702,9 +702,7 @@ def _kept(
     xp, queries = call.q.layout.xp, schedule.in_row[part, :]
     starts = xp.take(row_starts, schedule.rows[part], axis=0)
     layout, heads = call.q.layout, call.num_heads
-    kept = kept_pairs(
-        layout, call.seed, call.dropout, queries, first_keys, starts, heads, KEY_TILE
-    )
+    kept = kept_pairs(layout, call.seed, call.dropout, queries, first_keys, starts, heads, KEY_TILE)
     shape = (kept.shape[0], call.num_kv_heads, -1, KEY_TILE, queries.shape[1])
     kept = xp.permute_dims(xp.reshape(kept, shape), (0, 1, 3, 2, 4))
     return xp.reshape(kept, (*kept.shape[:3], -1))
