@@ -266,14 +266,10 @@ def test_public_call(dtype, dim, options, bound):
     check_public_call("cuda", dtype, dim, options, bound)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
 @pytest.mark.parametrize(
     "dtype, dim, bound",
-    [
-        *((bf16, dim, 2e-2) for dim in (16, 32, 64, 96, 128, 192, 256)),
-        (f16, 128, 4e-3),
-        (f32, 64, 1e-5),
-    ],
+    [*((bf16, dim, 2e-2) for dim in (32, 64, 128, 256)), (f16, 128, 4e-3), (f32, 64, 1e-5)],
 )
 def test_dropout_matches_standard_path(dtype, dim, bound, options):
     """The kernels drop the pairs that the standard path in float64 drops."""
@@ -281,7 +277,7 @@ def test_dropout_matches_standard_path(dtype, dim, bound, options):
     check_public_call("cuda", dtype, dim, options, bound, slopes_per_row=dim == 64, factor=11)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
 @pytest.mark.parametrize(
     "dtype, dim, bound", [(bf16, 64, 2e-2), (bf16, 128, 2e-2), (f32, 64, 1e-5)]
 )

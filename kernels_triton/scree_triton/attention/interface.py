@@ -340,6 +340,7 @@ def _standard(
     layout: VarlenLayout,
     spec: AttentionSpec,
     slopes: torch.Tensor | None,
+    seed: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
