@@ -571,7 +571,8 @@ class PortableConfig(LaunchConfig):
             # little shared memory if the two widths differ.
             block_d = block_dv = max(block_d, block_dv)
         self.kind = dtype.itemsize, max(block_d, block_dv, 32)
-        self.tiles = tiles or portable_tiles(device_info(device).capability, *self.kind)
+        capability = device_info(device).capability
+        self.tiles = tiles or portable_tiles(capability, *self.kind, dropout=dropout)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
         def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:

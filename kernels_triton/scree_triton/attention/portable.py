@@ -201,8 +201,9 @@ def _kept_pairs(seed, dropout, row_start, head, start_m, in_m, start_n, in_n):
     low = tl.where(is_upper_n, words[1], words[0])
     high = tl.where(is_upper_n, words[3], words[2])
     word = tl.where(is_upper_m, high, low)
-    number = tl.where((in_n & 1) == 1, word >> 16, word & 0xFFFF)
-    return number.to(tl.int32) >= dropout
+    # Even keys take the lower 16 bits; moved up, they decide the comparison of the whole words.
+    shift = ((in_n & 1) ^ 1) << 4
+    return (word << shift.to(tl.uint32)) >= (dropout.to(tl.uint32) << 16)
 
 
 @triton.jit
