@@ -74,7 +74,7 @@ def test_dropout_drops_the_pairs_of_the_oracle(name: str, options: dict[str, Any
     arrays = load(name)
     out = scree.attention(*make_qkv(arrays.make), dropout=0.3, seed=SEED, **options)
     got = arrays.library.read(out.values)
-    np.testing.assert_allclose(got, expected(0.3, SEED, **options), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, expected(0.3, SEED, **options), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32"])
@@ -88,7 +88,7 @@ def test_dropout_seed_as_array_equals_the_number(name: str, dtype: str) -> None:
     seed = arrays.make(np.asarray([77], dtype))
     out = scree.attention(*make_qkv(arrays.make), dropout=0.3, seed=seed)
     got = arrays.library.read(out.values)
-    np.testing.assert_allclose(got, expected(0.3, 77), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, expected(0.3, 77), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dropout", [0.01, 0.17, 0.5, 0.9])
@@ -126,8 +126,8 @@ def test_dropout_does_not_depend_on_tiles_or_ranges_of_rows(monkeypatch: Any) ->
 
 
 def test_dropout_mean_over_seeds_is_the_output_without_dropout() -> None:
-    x = scree.from_lengths(draw([40], 2, 0, np.float64), [40])
-    outs = [scree.attention(x, x, x, dropout=0.4, seed=seed).values for seed in range(400)]
+    x = scree.from_lengths(draw([20], 2, 0, np.float64), [20])
+    outs = [scree.attention(x, x, x, dropout=0.4, seed=seed).values for seed in range(200)]
     error = np.mean(outs, axis=0) - scree.attention(x, x, x).values
     deviation = np.std(outs, axis=0) / np.sqrt(len(outs))
     assert np.abs(error / deviation).max() < 6
@@ -148,7 +148,7 @@ def test_dropout_gradient_uses_the_mask_of_the_forward_pass() -> None:
             x, y, y.with_values(z.values), causal=True, dropout=0.4, seed=3
         ).values
 
-    assert torch.autograd.gradcheck(attend, (q, k, v))
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
 def test_dropout_traced_seed_gives_the_same_mask() -> None:
@@ -161,7 +161,7 @@ def test_dropout_traced_seed_gives_the_same_mask() -> None:
         return scree.attention(q, k, v, dropout=0.3, seed=seed).values
 
     got = jax.jit(attend)(jax.numpy.asarray(77, "uint32"))
-    np.testing.assert_allclose(np.asarray(got), expected(0.3, 77), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(got), expected(0.3, 77), rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_below_the_resolution_is_none() -> None:

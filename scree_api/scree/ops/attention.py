@@ -270,8 +270,8 @@ def attention(
         (Xiao et al., 2023). It has a gradient.
     dropout
         Probability in [0, 1), rounded to a multiple of 2**-16, with which a weight of the softmax
-        is set to 0; the other weights are divided by ``1 - dropout``. The log-sum-exp is that of
-        all scores.
+        is set to 0; the other weights are divided by ``1 - dropout``. It does not change the
+        log-sum-exp.
     seed
         Source of the random numbers of `dropout`, which needs it: an integer from 0 to 2**63 - 1, or
         an integer array of one element on the device of `q`. Equal seeds drop the same pairs of a

@@ -29,8 +29,9 @@ def signed_weights(q: Array, k: Array, options: Options) -> torch.Tensor:
     """
     layout, heads = q.layout, q.values.shape[1]
     max_q, max_k = (max(x.layout.max_length_bound, 1) for x in (q, k))
-    queries, _ = to_padded(q.with_values(q.values.detach().float()), length=max_q)
-    keys, _ = to_padded(k.with_values(k.values.detach().float()), length=max_k)
+    wide = torch.promote_types(q.values.dtype, torch.float32)
+    queries, _ = to_padded(q.with_values(q.values.detach().to(wide)), length=max_q)
+    keys, _ = to_padded(k.with_values(k.values.detach().to(wide)), length=max_k)
     keys = keys.repeat_interleave(heads // keys.shape[2], dim=2)
     scale = queries.shape[3] ** -0.5 if options.scale is None else options.scale
     scores = torch.einsum("bihd,bjhd->bhij", queries * scale, keys)
@@ -40,7 +41,7 @@ def signed_weights(q: Array, k: Array, options: Options) -> torch.Tensor:
     in_row, position = (torch.arange(n, device=scores.device) for n in (max_q, max_k))
     diagonal = in_row[None, :, None] + (len_k - len_q)
     if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.float().reshape(-1, heads, 1, 1)
+        slopes = options.alibi_slopes.to(wide).reshape(-1, heads, 1, 1)
         scores -= slopes * (diagonal - position).abs()[:, None]
     visible = (position < len_k) & (in_row[None, :, None] < len_q)
     left, right = options.window

@@ -273,7 +273,7 @@ def flash_attn_varlen_func(
     dropout_p
         Probability in [0, 1) with which a weight of the softmax is set to 0; the other weights are
         divided by ``1 - dropout_p``. Each call draws a seed from PyTorch's generator of the device
-        of `q`. The random numbers are not those of FlashAttention. Not with `block_table`.
+        of `q`. FlashAttention draws other numbers. Not with `block_table`.
 
     Returns
     -------
