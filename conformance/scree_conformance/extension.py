@@ -858,6 +858,42 @@ def biases(bench: Bench, layout: Layout, dtype: str) -> None:
         )
 
 
+@operation("ragged.attention: dropout", (ALL[0], "blocks", "all_empty"), kernel="attention")
+def attention_dropout(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Dropout by a number and by an array as seed, with sinks and without."""
+    lengths = lengths_of(layout)
+    q = bench.ragged(lengths, (4, 8), dtype)
+    k = bench.ragged([*lengths[2:], *lengths[:2]], (2, 8), dtype)
+    sinks = np.asarray([0.0, 2.0, -1.0, 0.5])
+    wide = "float64" if dtype == "float64" else "float32"
+    for dropout, seed, is_array, options in (
+        (0.5, (3 << 40) + 5, False, {}),
+        (0.1, 12, True, {"causal": True, "sinks": sinks}),
+        (0.9, 7, True, {"window": (70, 3), "softcap": 2.0}),
+    ):
+        arrays: dict[str, Any] = {
+            "seed": bench.lib.make(np.asarray(seed), "int32") if is_array else seed
+        }
+        if "sinks" in options:
+            arrays["sinks"] = bench.lib.make(sinks, wide)
+        reference = partial(oracle.attention, dropout=dropout, seed=seed, **options)
+        low_precision = (
+            partial(reference, rounding=oracle.round_to(dtype)) if dtype in HALF else None
+        )
+        bench.check(
+            lambda *x, arrays={**options, **arrays}, dropout=dropout: bench.run(
+                bench.xp.ragged.attention, *x, return_lse=True, dropout=dropout, **arrays
+            ),
+            reference,
+            q,
+            k,
+            k,
+            low_precision=low_precision,
+            transcendental=True,
+            note=f"dropout {dropout}, {[*options]}: ",
+        )
+
+
 @operation("ragged.attention: is O(total)", ("one_long",), ("float32",))
 def memory(bench: Bench, layout: Layout, dtype: str) -> None:
     """One long row among many short rows must not allocate n x max_length^2 scores."""

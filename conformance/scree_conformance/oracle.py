@@ -451,6 +451,36 @@ def attention_mask(queries: int, keys: int, causal: bool, window: Any) -> np.nda
     return mask
 
 
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Return the four words of Philox-4x32 with 7 rounds (Salmon et al., 2011)."""
+    c, k, word = [*counter], [*key], 2**32
+    for _ in range(7):
+        first, third = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [
+            (third // word) ^ c[1] ^ k[0],
+            third % word,
+            (first // word) ^ c[3] ^ k[1],
+            first % word,
+        ]
+        k = [(k[0] + 0x9E3779B9) % word, (k[1] + 0xBB67AE85) % word]
+    return c
+
+
+def dropout_mask(
+    seed: int, dropout: float, queries: int, keys: int, start: int, head: int
+) -> np.ndarray:
+    """Return whether dropout keeps the pairs (queries, keys) of a row that begins at `start`."""
+    limit, kept = round(dropout * 2**16), np.zeros((queries, keys), bool)
+    words: dict[tuple[int, int], list[int]] = {}
+    for i, j in np.ndindex(queries, keys):
+        group = i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2
+        if group not in words:
+            words[group] = philox((*group, start, head), (seed % 2**32, seed // 2**32))
+        word = words[group][i // 8 % 2 * 2 + j // 8 % 2]
+        kept[i, j] = (word // 2**16 if j % 2 else word % 2**16) >= limit
+    return kept
+
+
 def attention(
     q: Rows,
     k: Rows,
@@ -462,14 +492,17 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int = 0,
     rounding: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return output and log-sum-exp of each row.
 
-    ALiBi slopes are one number per head, or per row and head. `rounding` rounds scores and weights,
+    ALiBi slopes are one number per head, or per row and head. A sink has no dropout, as its value
+    is 0. `rounding` rounds scores and weights,
     as an implementation that stores them in half precision.
     """
-    out, lse = [], []
+    out, lse, start = [], [], 0
     for row, (row_q, row_k, row_v) in enumerate(zip(q, k, v, strict=True)):
         (queries, heads, head_dim), (keys, kv_heads, _) = row_q.shape, row_k.shape
         slopes = alibi_slopes
@@ -501,10 +534,15 @@ def attention(
             scores = np.where(mask, scores, as_scalar(-math.inf))[sees_any_key]
             maximum = np.max(scores, axis=1, keepdims=True, initial=-math.inf)
             total = np.sum(np.exp(scores - maximum), axis=1, keepdims=True)
-            row_out[sees_any_key, head] = rounding(np.exp(scores - maximum) / total) @ values
+            weights = np.exp(scores - maximum) / total
+            if dropout:
+                kept = dropout_mask(seed, dropout, queries, keys, start, head)[sees_any_key]
+                weights = weights[:, :keys] * kept / as_scalar(1 - round(dropout * 2**16) / 2**16)
+            row_out[sees_any_key, head] = rounding(weights) @ values[: weights.shape[1]]
             row_lse[sees_any_key, head] = (maximum + np.log(total))[:, 0]
         out.append(row_out)
         lse.append(row_lse)
+        start += queries
     return out, lse
 
 

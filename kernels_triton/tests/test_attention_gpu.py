@@ -266,6 +266,68 @@ def test_public_call(dtype, dim, options, bound):
     check_public_call("cuda", dtype, dim, options, bound)
 
 
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize(
+    "dtype, dim, bound",
+    [*((bf16, dim, 2e-2) for dim in (32, 64, 128, 256)), (f16, 128, 4e-3), (f32, 64, 1e-5)],
+)
+def test_dropout_matches_standard_path(dtype, dim, bound, options):
+    """The kernels drop the pairs that the standard path in float64 drops."""
+    options = dict(dropout=0.2, seed=(1 << 35) + dim, **options)
+    check_public_call("cuda", dtype, dim, options, bound, slopes_per_row=dim == 64, factor=11)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize(
+    "dtype, dim, bound", [(bf16, 64, 2e-2), (bf16, 128, 2e-2), (f32, 64, 1e-5)]
+)
+def test_slopes_per_row_match_standard_path(dtype, dim, bound, options):
+    check_public_call("cuda", dtype, dim, options, bound, slopes_per_row=True, factor=11)
+
+
+def test_dropout_of_compiled_function_matches_eager():
+    import scree
+
+    q, k, v = (torch.randn((700, 4, 64), device="cuda", dtype=bf16) for _ in range(3))
+    cu, seed = offsets((300, 0, 400), "cuda"), torch.tensor([7], device="cuda")
+
+    def loss(q, k, v, seed):
+        x = scree.from_cu_seqlens(q, cu, max_length=400)
+        options = dict(causal=True, dropout=0.3, seed=seed, kernel="triton")
+        return scree.attention(x, x.with_values(k), x.with_values(v), **options).values
+
+    results = []
+    for f in (loss, torch.compile(loss, fullgraph=True)):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = f(*inputs, seed)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    assert all(map(torch.equal, *results))
+
+
+def test_graph_draws_another_mask_at_each_replay():
+    """A seed on the device is drawn again by each replay, and replays of one seed are equal."""
+    import scree
+
+    x = scree.from_lengths(torch.randn((500, 4, 64), device="cuda", dtype=bf16), [200, 300])
+    seed = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def attend():
+        return scree.attention(x, x, x, causal=True, dropout=0.3, seed=seed, kernel="triton").values
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    results = []
+    for number in (1, 2, 1):
+        seed.fill_(number)
+        graph.replay()
+        results.append(captured.clone())
+        assert torch.equal(captured, attend())
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 80, 128, 160, 256])
 @pytest.mark.parametrize("dtype", [f16, f32])
@@ -388,7 +450,7 @@ def test_operator(dim):
     kind = p.q.dtype, dim, dim
     tiles = schedule_op(p.cu_q, p.cu_k, p.q.shape[0], *kind, 0, UNBOUNDED, 0)
     constants = tiles, 70, UNBOUNDED, 0, 0.1, 0.0
-    torch.library.opcheck(attention_op, (*args, None, p.cu_q, p.cu_k, *constants))
+    torch.library.opcheck(attention_op, (*args, None, None, p.cu_q, p.cu_k, *constants, 0))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 160])

@@ -49,6 +49,9 @@ CASES = [
 ]
 
 
+DROPOUT_OPTIONS = [dict(), dict(causal=True, softcap=3.0, deterministic=True), dict(window=(9, 4))]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_attention_matches_float64(case):
     p = problem(case, DEVICE)
@@ -95,12 +98,55 @@ def test_attention_negative_slopes_matches_float64():
         assert distance(x, exact) < 4 * 50 * 2**-23, name  # scores are that large
 
 
+@pytest.mark.parametrize("seed", [5, (1 << 40) + 3])
+@pytest.mark.parametrize("options", DROPOUT_OPTIONS, ids=str)
+def test_dropout_matches_standard_path(options, seed):
+    """The kernels drop the same pairs as the standard path in float64, forward and backward."""
+    check_public_call(DEVICE, f32, 16, dict(dropout=0.3, seed=seed, **options), BOUND[f32])
+
+
+@pytest.mark.parametrize("options", DROPOUT_OPTIONS, ids=str)
+def test_slopes_per_row_match_standard_path(options):
+    check_public_call(DEVICE, f32, 16, options, BOUND[f32], slopes_per_row=True)
+
+
+def test_dropout_operators_match_eager(monkeypatch):
+    """The operators of compiled programs drop the same pairs, with slopes per row."""
+    generator = torch.Generator(device=DEVICE).manual_seed(2)
+    q, k, v = (
+        torch.randn((41, 2, 16), generator=generator, device=DEVICE, requires_grad=True)
+        for _ in range(3)
+    )
+    cu, slopes = offsets((0, 33, 8), DEVICE), torch.rand((3, 2), generator=generator, device=DEVICE)
+
+    def run():
+        x = scree.from_cu_seqlens(q, cu, max_length=33)
+        k_rows, v_rows = x.with_values(k), x.with_values(v)
+        options = dict(causal=True, alibi_slopes=slopes, dropout=0.4, seed=7, kernel="triton")
+        out = scree.attention(x, k_rows, v_rows, **options).values
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    eager = run()
+    monkeypatch.setattr(interface, "uses_operators", lambda *values: True)
+    assert all(map(torch.equal, run(), eager))
+
+
+def test_dropout_of_repeated_call_depends_on_seed_alone():
+    """Equal seeds give equal bits, also if the second call is prepared; other seeds do not."""
+    scree_triton.register()
+    x = scree.from_lengths(torch.randn((90, 2, 16), device=DEVICE), [50, 40])
+    seeds = [torch.tensor([seed], device=DEVICE) for seed in (1, 1, 2)]
+    a, b, c = (scree.attention(x, x, x, dropout=0.5, seed=s, kernel="triton").values for s in seeds)
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
 CAUSAL = dict(
     has_left=False,
     has_right=True,
     causal=True,
     softcap=False,
-    alibi=False,
+    alibi=0,
+    dropout=False,
     tma_aligned=True,
     same_offsets=True,
     tf32=False,
@@ -128,8 +174,8 @@ CAUSAL = dict(
                 dict(has_left=True, has_right=False, causal=False),
                 dict(causal=False),
                 dict(softcap=True),
-                dict(alibi=True),
-                dict(has_left=True, softcap=True, alibi=True),
+                dict(alibi=1),
+                dict(has_left=True, softcap=True, alibi=1),
                 dict(same_offsets=False),
             )
         ),
@@ -138,11 +184,13 @@ CAUSAL = dict(
             for dims in ((16, 16), (64, 16), (16, 64), (28, 28))
         ),
         (torch.float16, (64, 64), dict(tma_aligned=False), "PortableConfig"),
+        *((dtype, (64, 64), dict(dropout=True), "PortableConfig") for dtype in (f16, f32)),
+        *((dtype, (64, 64), dict(alibi=2), "PortableConfig") for dtype in (f16, f32)),
         *((f32, (dim, dim), {}, "Bf16x3Config") for dim in (32, 64)),
         *((f32, (dim, dim), {}, "PortableConfig") for dim in (16, 48, 128)),
         *(
             (f32, (64, 64), change, "Bf16x3Config")
-            for change in (dict(has_left=True), dict(causal=False), dict(softcap=True, alibi=True))
+            for change in (dict(has_left=True), dict(causal=False), dict(softcap=True, alibi=1))
         ),
         (f32, (64, 64), dict(tf32=True), "PortableConfig"),
     ],
@@ -162,9 +210,9 @@ def test_select_config_on_hopper_returns_documented_kernels(
 
 
 GROUPS = {
-    "portable.attention_forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers",
-    "portable.attention_dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers",
-    "portable.attention_dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers",
+    "portable.attention_forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers DropoutNumbers",
+    "portable.attention_dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers DropoutNumbers",
+    "portable.attention_dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers DropoutNumbers",
     "forward_sm90.attention_forward_sm90_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
     "backward_sm90.attention_dq_sm90_kernel": "DqArgs DqStrides DqNumbers",
     "backward_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides BackwardNumbers",
@@ -291,7 +339,6 @@ def test_autotune_in_two_processes_at_once_gives_one_choice(tmp_path):
     [
         (dict(scale=-1.0), "positive scale"),
         (dict(alibi_slopes=torch.ones(2, device=DEVICE, requires_grad=True)), "slopes"),
-        (dict(alibi_slopes=torch.ones(2, 2, device=DEVICE)), "not per row and head"),
         (dict(width=300), "head_dim 16 to 256"),
         (dict(dtype=torch.float64), "float16, bfloat16 and float32"),
         (dict(strided=True), "contiguous"),

@@ -287,7 +287,7 @@ class BrokenConfig(LaunchConfig):
 
     def __init__(self, device, dtype, layouts, has_left, has_right, causal, softcap, alibi, *_):
         super().__init__(device, dtype, layouts)
-        self.arguments = device, dtype, layouts, has_left, has_right, softcap, alibi, False
+        self.arguments = device, dtype, layouts, has_left, has_right, softcap, alibi, False, False
 
     def prepare_forward(self, *args):
         return self.prepare("forward", *args)

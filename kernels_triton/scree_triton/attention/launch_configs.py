@@ -24,6 +24,7 @@ from .arguments import (
     DqArgs,
     DqNumbers,
     DqStrides,
+    DropoutNumbers,
     Float32DkdvArgs,
     Float32DqArgs,
     Float32ForwardArgs,
@@ -61,15 +62,17 @@ AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"
 
 
 class AttentionSpec(NamedTuple):
-    """The window, the scale and the softcap in plain numbers.
+    """The window, the scale, the softcap and the dropout in plain numbers.
 
-    An open side of the window is `UNBOUNDED`; softcap 0 means none.
+    An open side of the window is `UNBOUNDED`; softcap 0 means none. The probability of dropout is
+    ``dropout / 2**16``.
     """
 
     window_left: int
     window_right: int
     scale: float
     softcap: float
+    dropout: int = 0
 
 
 class VarlenLayout(NamedTuple):
@@ -144,9 +147,12 @@ def get_launch_config(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> "LaunchConfig":
-    """Return the launch config of a call, from the cache or new."""
+    """Return the launch config of a call, from the cache or new.
+
+    `alibi` is the number of axes of the slopes, or 0: (heads,) or (total_q, heads).
+    """
     key = _config_key(q, k, v, layout, spec, alibi)
     config = CONFIG_CACHE.get(key)
     if config is None:
@@ -168,16 +174,23 @@ def replace_by_portable_config(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> bool:
     """Use the portable kernels for calls of this kind; return False if they do so already."""
     key = _config_key(q, k, v, layout, spec, alibi)
     if isinstance(CONFIG_CACHE.get(key), PortableConfig):
         return False
-    has_left, has_right, _, has_softcap, *_ = key[9:]
-    tf32 = allows_tf32(q.dtype)
+    has_left, has_right, _, has_softcap, _, has_dropout, *_ = key[9:]
     CONFIG_CACHE[key] = PortableConfig(
-        q.device, q.dtype, _head_layouts(q, k, v), has_left, has_right, has_softcap, alibi, tf32
+        q.device,
+        q.dtype,
+        _head_layouts(q, k, v),
+        has_left,
+        has_right,
+        has_softcap,
+        alibi,
+        has_dropout,
+        allows_tf32(q.dtype),
     )
     return True
 
@@ -192,9 +205,9 @@ def _config_key(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> tuple:
-    window_left, window_right, _, softcap = spec
+    window_left, window_right, _, softcap, dropout = spec
     total_q, heads, head_dim = q.shape
     total_k, k_heads, head_dim_v = v.shape
     has_tokens = total_q > 0 and total_k > 0
@@ -213,11 +226,22 @@ def _config_key(
         window_right == 0,
         softcap > 0,
         alibi,
+        dropout > 0,
         has_tokens and is_tma_aligned(q, k, v),
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
     )
+
+
+def as_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of a prepared function after its others: the seed, if there is one."""
+    return () if seed is None else (seed,)
+
+
+def slope_axes(slopes: torch.Tensor | None) -> int:
+    """Return the number of axes of ALiBi slopes; 0 for none."""
+    return 0 if slopes is None else slopes.ndim
 
 
 def is_tma_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -238,7 +262,8 @@ def select_config(
     has_right: bool,
     causal: bool,
     softcap: bool,
-    alibi: bool,
+    alibi: int,
+    dropout: bool,
     tma_aligned: bool,
     same_offsets: bool,
     tf32: bool,
@@ -250,6 +275,8 @@ def select_config(
     half = dtype != torch.float32
     sm90 = (
         tma_aligned
+        and not dropout
+        and alibi < 2
         and has_sm90_kernels(device, dtype, q.head_dim, v.head_dim)
         and all(
             _are_strides_tma_addressable(x.token_stride, x.head_stride, x.heads) for x in layouts
@@ -257,11 +284,13 @@ def select_config(
     )
     if sm90 and half:
         return Sm90Config(
-            device, dtype, layouts, causal, window, softcap, alibi, same_offsets, small_batch
+            device, dtype, layouts, causal, window, softcap, alibi > 0, same_offsets, small_batch
         )
     if sm90 and not tf32:
-        return Bf16x3Config(device, layouts, causal, window, softcap, alibi)
-    return PortableConfig(device, dtype, layouts, has_left, has_right, softcap, alibi, tf32)
+        return Bf16x3Config(device, layouts, causal, window, softcap, alibi > 0)
+    return PortableConfig(
+        device, dtype, layouts, has_left, has_right, softcap, alibi, dropout, tf32
+    )
 
 
 def has_sm90_kernels(
@@ -422,23 +451,27 @@ class LaunchConfig:
         slopes: torch.Tensor | None,
         layout: VarlenLayout,
         spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output (total_q, heads, head_dim_v) and the log-sum-exp (heads, total_q)."""
         run = self.prepare_forward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, *as_arguments(seed))  # type: ignore[no-any-return]
 
     def prepare_forward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
     ) -> Callable[..., Any]:
-        """Return a function of q, k, v and slopes that computes `forward` on these rows."""
+        """Return a function of q, k, v and slopes that computes `forward` on these rows.
+
+        With dropout it takes the seed too, an int64 tensor of one element.
+        """
         new = self.empty
         out_like = *contiguous((total_q, self.heads, self.v.head_dim)), self.dtype
         lse_like = *contiguous((self.heads, total_q)), torch.float32
         launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
 
-        def run(q, k, v, slopes):
+        def run(q, k, v, slopes, *seed):
             out, lse = new(*out_like), new(*lse_like)
-            launch(q, k, v, q if slopes is None else slopes, out, lse)
+            launch(q, k, v, q if slopes is None else slopes, out, lse, *seed)
             return out, lse
 
         return on_device(self.index, run)
@@ -455,10 +488,11 @@ class LaunchConfig:
         dlse: torch.Tensor | None,
         layout: VarlenLayout,
         spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v, contiguous; dlse has the shape of lse."""
         run = self.prepare_backward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, out, lse, dout, dlse, *as_arguments(seed))  # type: ignore[no-any-return]
 
     def prepare_backward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -476,7 +510,7 @@ class LaunchConfig:
         stats_like = *contiguous((2, self.heads, total_q)), torch.float32
         launches: dict[Any, Callable[..., None]] = {}
 
-        def run(q, k, v, slopes, out, lse, dout, dlse):
+        def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
             if dout is None:
                 dout = torch.zeros_like(out)
             strides = dout.stride(), None if dlse is None else dlse.stride()
@@ -499,6 +533,7 @@ class LaunchConfig:
                 dq,
                 dk,
                 dv,
+                *seed,
             )
             return dq, dk, dv
 
@@ -516,13 +551,19 @@ class PortableConfig(LaunchConfig):
         has_left: bool,
         has_right: bool,
         softcap: bool,
-        alibi: bool,
+        alibi: int,
+        dropout: bool,
         tf32: bool,
         tiles: Tiles | None = None,
     ):
         super().__init__(device, dtype, layouts)
         self.features = dict(
-            has_left=has_left, has_right=has_right, softcap=softcap, alibi=alibi, tf32=tf32
+            has_left=has_left,
+            has_right=has_right,
+            softcap=softcap,
+            alibi=alibi,
+            dropout=dropout,
+            tf32=tf32,
         )
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.head_dim, self.v.head_dim))
         if any(stride % 16 for x in layouts for stride in (x.token_stride, x.head_stride)):
@@ -530,7 +571,8 @@ class PortableConfig(LaunchConfig):
             # little shared memory if the two widths differ.
             block_d = block_dv = max(block_d, block_dv)
         self.kind = dtype.itemsize, max(block_d, block_dv, 32)
-        self.tiles = tiles or portable_tiles(device_info(device).capability, *self.kind)
+        capability = device_info(device).capability
+        self.tiles = tiles or portable_tiles(capability, *self.kind, dropout=dropout)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
         def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
@@ -547,6 +589,7 @@ class PortableConfig(LaunchConfig):
                     HAS_RIGHT=has_right,
                     SOFTCAP=softcap,
                     ALIBI=alibi,
+                    DROPOUT=dropout,
                     PRECISION="tf32" if tf32 else "tf32x3",
                     **constants,
                 ),
@@ -597,13 +640,20 @@ class PortableConfig(LaunchConfig):
 
     def _forward(self, layout, total_q, spec):
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
-        launch = self.forward_launch
+        launch, dropout = self.forward_launch, DropoutNumbers(spec.dropout)
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
-        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec)
-        args = bind_args(PortableForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
+        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec[:4])
+        args = bind_args(
+            PortableForwardArgs,
+            TILES=tiles,
+            **strides._asdict(),
+            **numbers._asdict(),
+            **dropout._asdict(),
+        )
 
-        def run(q, k, v, slopes, out, lse):
-            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse))
+        def run(q, k, v, slopes, out, lse, seed=None):
+            seed = q if seed is None else seed
+            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse, SEED=seed))
 
         return run
 
@@ -614,9 +664,9 @@ class PortableConfig(LaunchConfig):
             query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         if total_k > 0:
             key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dkdv_launch = self.dkdv_launch
+        dkdv_launch, dropout = self.dkdv_launch, DropoutNumbers(spec.dropout)
         dkdv_numbers = BackwardNumbers(
-            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec[:4]
         )
 
         def prepare(dout_strides, dlse_strides):
@@ -636,7 +686,7 @@ class PortableConfig(LaunchConfig):
                 total_q,
                 stats_stride,
                 *self._head_counts(self.heads, total_k),
-                *spec,
+                *spec[:4],
             )
             dkdv_strides = PortableDkdvStrides(
                 *self.strides,
@@ -647,16 +697,22 @@ class PortableConfig(LaunchConfig):
             )
 
             dq_args = bind_args(
-                PortableDqArgs, TILES=query_tiles, **dq_strides._asdict(), **dq_numbers._asdict()
+                PortableDqArgs,
+                TILES=query_tiles,
+                **dq_strides._asdict(),
+                **dq_numbers._asdict(),
+                **dropout._asdict(),
             )
             dkdv_args = bind_args(
                 PortableDkdvArgs,
                 TILES=key_tiles,
                 **dkdv_strides._asdict(),
                 **dkdv_numbers._asdict(),
+                **dropout._asdict(),
             )
 
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, seed=None):
+                seed = q if seed is None else seed
                 if query_tiles is not None:
                     args = dq_args(
                         Q=q,
@@ -669,11 +725,12 @@ class PortableConfig(LaunchConfig):
                         DLSE=dlse,
                         STATS=stats,
                         DQ=dq,
+                        SEED=seed,
                     )
                     dq_launch(dq_ctas, args)
                 if key_tiles is not None:
                     args = dkdv_args(
-                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv
+                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv, SEED=seed
                     )
                     dkdv_launch(dkdv_ctas, args)
 
@@ -687,7 +744,7 @@ def _base2_spec(spec: AttentionSpec) -> tuple[int, int, float, float]:
 
     The last factor that a kernel applies includes log2(e).
     """
-    window_left, window_right, scale, softcap = spec
+    window_left, window_right, scale, softcap, _ = spec
     if softcap:
         return window_left, window_right, scale / softcap, softcap * LOG2E
     return window_left, window_right, scale * LOG2E, 0.0

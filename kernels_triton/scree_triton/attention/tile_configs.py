@@ -98,9 +98,13 @@ _SMALL_SMEM = {
     (4, 128): Tiles(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
     (4, 256): Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
+#: Tile of dK and dV -> the tile with dropout, whose random numbers need registers.
+_DROPOUT_DKDV = {Tile(32, 128, 4, 2): Tile(32, 128, 8, 2)}
 
 
-def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> Tiles:
+def portable_tiles(
+    capability: tuple[int, int], itemsize: int, block_d: int, dropout: bool = False
+) -> Tiles:
     """Return the tiles of the portable kernels.
 
     Parameters
@@ -111,5 +115,10 @@ def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> 
         Bytes per element.
     block_d
         The wider padded head_dim of q and v, at least 32.
+    dropout
+        Whether the call has dropout.
     """
-    return (_LARGE_SMEM if capability in LARGE_SHARED_MEMORY else _SMALL_SMEM)[itemsize, block_d]
+    tiles = (_LARGE_SMEM if capability in LARGE_SHARED_MEMORY else _SMALL_SMEM)[itemsize, block_d]
+    if dropout:
+        tiles = tiles._replace(dkdv=_DROPOUT_DKDV.get(tiles.dkdv, tiles.dkdv))
+    return tiles
