@@ -166,13 +166,13 @@ def conv1d(bench: Bench, layout: Layout, dtype: str) -> None:
 def _with_residual(norm: Any, dtype: str) -> Any:
     """Return a reference for `norm` with a residual: the norm of the sum, and the sum itself.
 
-    The sum is rounded to `dtype`.
+    The sum is rounded to `dtype` after the norm.
     """
     round_to_dtype = oracle.round_to(dtype) if dtype in HALF else lambda x: x
 
     def reference(rows: Any, residual: Any) -> Any:
-        sums = [round_to_dtype(a + b) for a, b in zip(rows, residual, strict=True)]
-        return norm(oracle.Rows(sums, rows.template)), sums
+        sums = [a + b for a, b in zip(rows, residual, strict=True)]
+        return norm(oracle.Rows(sums, rows.template)), [round_to_dtype(x) for x in sums]
 
     return reference
 
