@@ -132,7 +132,8 @@ def _visit_tile(
     maxima,
     sums,
     differences,
-    leads,
+    earlier_maxima,
+    earlier,
     softcap,
     V: tl.constexpr,
     LANES: tl.constexpr,
@@ -147,8 +148,9 @@ def _visit_tile(
 ):
     """Update the statistics of each column with (DEEP, LANES) more logits.
 
-    They are the maximum, the sum of exponentials, with SMOOTHED the sum of the weighted differences
-    to the logit of the target, and with ACCURACY whether the target leads all logits.
+    They are the maximum, the sum of exponentials, and with SMOOTHED the sum of the weighted
+    differences to the logit of the target. With ACCURACY they include the maximum of the tiles that
+    end before the target, and the end of the last such tile.
     """
     x, index = _load_tile(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, POLICY)
     is_logit = (index >= lead) & (index < lead + V)
@@ -165,9 +167,42 @@ def _visit_tile(
             difference = tl.where(is_logit, difference, 0.0)
         differences += tl.sum(difference, 0)
     if ACCURACY:
-        is_behind = (x < target_logit) | ((x == target_logit) & (index >= lead + target))
-        leads = tl.minimum(leads, tl.min(is_behind.to(tl.int32), 0))
-    return maxima, sums, differences, leads
+        is_earlier = at + LANES * DEEP <= lead + target
+        earlier_maxima = tl.where(is_earlier, maxima, earlier_maxima)
+        earlier = tl.where(is_earlier, at + LANES * DEEP, earlier)
+    return maxima, sums, differences, earlier_maxima, earlier
+
+
+@triton.jit
+def _is_first_maximum(
+    X,
+    lead,
+    target,
+    target_logit,
+    maximum,
+    earlier_maximum,
+    earlier,
+    softcap,
+    LANES: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Return whether the target is the first class with the largest logit.
+
+    `earlier_maximum` is the largest logit before the index `earlier`. Logits from there to the
+    target are read again, if they decide.
+    """
+    is_first = (target_logit == maximum) & (earlier_maximum < maximum)
+    if is_first:
+        lane_is_lower = tl.full([LANES], 1, tl.int32)
+        for at in range(earlier, lead + target, LANES):
+            index = at + tl.arange(0, LANES)
+            mask = (index >= lead) & (index < lead + target)
+            x = tl.load(X + index, mask=mask, other=-float("inf")).to(tl.float32)
+            if CAPPED:
+                x = _cap(x, softcap)
+            lane_is_lower = tl.minimum(lane_is_lower, ((x < maximum) | (mask == 0)).to(tl.int32))
+        is_first = tl.min(lane_is_lower, 0) == 1
+    return is_first
 
 
 @triton.jit
@@ -382,11 +417,11 @@ def cross_entropy_tokens_kernel(
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED: tl.constexpr,
+    ACCURACY: tl.constexpr,
     CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     SQUARED: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    ACCURACY: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Compute the same as `cross_entropy_classes_kernel`, with all logits of TOKENS tokens at once."""
@@ -569,11 +604,11 @@ def cross_entropy_classes_kernel(
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED: tl.constexpr,
+    ACCURACY: tl.constexpr,
     CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     SQUARED: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    ACCURACY: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Compute losses and gradients of the tokens [first, first + count) of `size`.
@@ -641,9 +676,10 @@ def cross_entropy_classes_kernel(
                     target_logit = _cap(target_logit, softcap)
                 # Not used without SMOOTHED and ACCURACY.
                 lane_differences = tl.zeros([LANES], tl.float32)
-                lane_leads = tl.full([LANES], 1, tl.int32)
+                lane_earlier = tl.full([LANES], -float("inf"), tl.float32)
+                earlier = 0
                 if SHIFTED:
-                    lane_maxima, lane_sums, lane_differences, lane_leads = _visit_tile(
+                    lane_maxima, lane_sums, lane_differences, lane_earlier, earlier = _visit_tile(
                         x,
                         weights,
                         0,
@@ -653,7 +689,8 @@ def cross_entropy_classes_kernel(
                         lane_maxima,
                         lane_sums,
                         lane_differences,
-                        lane_leads,
+                        lane_earlier,
+                        earlier,
                         softcap,
                         V,
                         LANES,
@@ -667,7 +704,7 @@ def cross_entropy_classes_kernel(
                         ACCURACY,
                     )
                 for at in range(begin, stop, STEP):
-                    lane_maxima, lane_sums, lane_differences, lane_leads = _visit_tile(
+                    lane_maxima, lane_sums, lane_differences, lane_earlier, earlier = _visit_tile(
                         x,
                         weights,
                         at,
@@ -677,7 +714,8 @@ def cross_entropy_classes_kernel(
                         lane_maxima,
                         lane_sums,
                         lane_differences,
-                        lane_leads,
+                        lane_earlier,
+                        earlier,
                         softcap,
                         V,
                         LANES,
@@ -691,7 +729,7 @@ def cross_entropy_classes_kernel(
                         ACCURACY,
                     )
                 for at in range(stop, V + lead, LANES):
-                    lane_maxima, lane_sums, lane_differences, lane_leads = _visit_tile(
+                    lane_maxima, lane_sums, lane_differences, lane_earlier, earlier = _visit_tile(
                         x,
                         weights,
                         at,
@@ -701,7 +739,8 @@ def cross_entropy_classes_kernel(
                         lane_maxima,
                         lane_sums,
                         lane_differences,
-                        lane_leads,
+                        lane_earlier,
+                        earlier,
                         softcap,
                         V,
                         LANES,
@@ -741,7 +780,18 @@ def cross_entropy_classes_kernel(
                 if EACH:
                     tl.store(LOSSES + token, loss)
                 if ACCURACY:
-                    is_correct = has_target & (tl.min(lane_leads, 0) == 1)
+                    is_correct = (total == total) & _is_first_maximum(
+                        x,
+                        lead,
+                        target,
+                        target_logit,
+                        maximum,
+                        tl.max(lane_earlier, 0),
+                        earlier,
+                        softcap,
+                        LANES,
+                        CAPPED,
+                    )
                     tl.store(ACCURACIES + token, is_correct.to(tl.float32))
                 if SAVE:
                     tl.store(STATS + token, maximum)
@@ -896,14 +946,15 @@ class _Tile(NamedTuple):
     programs_per_sm: int
 
 
-#: Minimum number of classes -> tile: for losses, for a gradient, and for both. For both, the logits
-#: of all CTAs fit into the cache.
+#: Minimum number of classes -> tile: for losses, for a gradient, for a gradient with a softcap, and
+#: for both. For both, the logits of all CTAs fit into the cache.
 LOSSES = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 8, 4, 64), 1 << 16: _Tile(1024, 4, 4, 64)}
 GRADIENT = {
     0: _Tile(512, 4, 2, 64),
     1 << 12: _Tile(1024, 4, 4, 64),
     1 << 13: _Tile(4096, 2, 16, 64),
 }
+CAPPED_GRADIENT = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(2048, 2, 8, 64)}
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
 #: Maximum classes for which a CTA holds all logits of a token: for losses, for a gradient, for both.
 MAX_CLASSES_AT_ONCE, MAX_CLASSES_AT_ONCE_GRADIENT, MAX_CLASSES_AT_ONCE_BOTH = 2048, 4096, 1 << 14
@@ -911,7 +962,7 @@ MAX_CLASSES_AT_ONCE, MAX_CLASSES_AT_ONCE_GRADIENT, MAX_CLASSES_AT_ONCE_BOTH = 20
 MIN_LOGITS_PER_CTA = 1024
 # Small tiles, so that small inputs reach every code path.
 if INTERPRETED:
-    LOSSES = GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
+    LOSSES = GRADIENT = CAPPED_GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
     MAX_CLASSES_AT_ONCE = MAX_CLASSES_AT_ONCE_GRADIENT = MAX_CLASSES_AT_ONCE_BOTH = 32
     MIN_LOGITS_PER_CTA = 64
 
@@ -955,11 +1006,19 @@ class Outputs(NamedTuple):
     GRADIENT: bool
     SCALED: bool
     SHARED: bool
-    CAPPED: bool
-    SMOOTHED: bool
-    SQUARED: bool
-    WEIGHTED: bool
     ACCURACY: bool
+
+
+class OptionFlags(NamedTuple):
+    """Which options of the loss a kernel computes."""
+
+    CAPPED: bool = False
+    SMOOTHED: bool = False
+    SQUARED: bool = False
+    WEIGHTED: bool = False
+
+
+_NO_OPTIONS = OptionFlags()
 
 
 @cache
@@ -970,11 +1029,13 @@ def _launch(
     grain: int,
     shifted: bool,
     outputs: Outputs,
+    options: OptionFlags,
 ) -> tuple[Launch, int, int]:
     """Return the launch, the tokens that a CTA processes at a time, and the maximum CTAs."""
     flags: dict[str, Any] = dict(
         ROWS=dtypes[2] is not None,
         **outputs._asdict(),
+        **options._asdict(),
         CHAINED=outputs.SUM and device_info(device).supports_pdl,
     )
     computes_both, padded_classes = (
@@ -1010,7 +1071,12 @@ def _launch(
             (32 if warps == 1 else 64) * device_info(device).sm_count if outputs.SUM else 1 << 30,
         )
     tiles = BOTH if computes_both else GRADIENT if outputs.GRADIENT else LOSSES
+    if options.CAPPED and outputs.GRADIENT and not computes_both:
+        tiles = CAPPED_GRADIENT
     lanes, deep, warps, programs_per_sm = tiles[max(least for least in tiles if least <= classes)]
+    if options.CAPPED or outputs.ACCURACY or (options.SMOOTHED and options.WEIGHTED):
+        # Registers for more numbers per logit.
+        deep = min(deep, 2 if options.SMOOTHED and options.WEIGHTED else 4)
     deep = max(1, min(deep, padded_classes // lanes))
     launch = Launch(
         cross_entropy_classes_kernel,
@@ -1077,14 +1143,19 @@ def visit_logits(
         out is not None,
         dlosses is not None,
         share is not None,
-        options.softcap > 0,
-        options.label_smoothing > 0,
-        options.z_loss > 0,
-        options.class_weights is not None,
         accuracies is not None,
     )
+    flags, smoothing_per_class = _NO_OPTIONS, 0.0
+    if options is not PLAIN:
+        flags = OptionFlags(
+            options.softcap > 0,
+            options.label_smoothing > 0,
+            options.z_loss > 0,
+            options.class_weights is not None,
+        )
+        smoothing_per_class = options.label_smoothing / options.classes
     dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
-    launch, tokens, max_programs = _launch(device, dtypes, classes, grain, shifted, outputs)
+    launch, tokens, max_programs = _launch(device, dtypes, classes, grain, shifted, outputs, flags)
     programs = min(-(-count // tokens), max_programs)
     part = None
     if parts is not None:
@@ -1115,7 +1186,7 @@ def visit_logits(
         ignored=targets.ignored,
         d_stride=0 if dlosses is None else dlosses.stride(0),
         smoothing=options.label_smoothing,
-        smoothing_per_class=options.label_smoothing / options.classes if options.classes else 0.0,
+        smoothing_per_class=smoothing_per_class,
         softcap=options.softcap,
         z_loss=options.z_loss,
     )

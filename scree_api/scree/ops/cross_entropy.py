@@ -48,9 +48,12 @@ class LossCall:
         The logits or hidden states, ragged or dense.
     values, labels
         (total, size) the logits or hidden states, and (total,) the targets, int32 or int64; dense.
+    has_options
+        Whether the call needs more than the plain loss of each token.
     """
 
-    __slots__ = ("labels", "tokens", "values")
+    __slots__ = ("has_options", "labels", "tokens", "values")
+    has_options: bool
     tokens: Any
     values: Any
     labels: Any
@@ -69,17 +72,6 @@ class LossCall:
         counted = self.labels != self.ignore_index
         mask = self.tokens.layout.token_mask if isinstance(self.tokens, Array) else None
         return counted if mask is None else counted & mask
-
-    @property
-    def has_options(self) -> bool:
-        """Whether the call needs more than the plain loss of each token."""
-        return bool(
-            self.class_weights is not None
-            or self.label_smoothing
-            or self.softcap is not None
-            or self.z_loss
-            or self.return_accuracy
-        )
 
     def result(self, reduced: Any) -> Any:
         """Return reduced losses as the operation does: on the layout of the tokens for ``"none"``."""
@@ -177,8 +169,13 @@ def _check_tokens(call: LossCall, name: str, x: Any) -> None:
 
 
 def _check_options(call: LossCall, classes: int) -> None:
-    """Raise unless the options of the loss fit `classes` classes."""
+    """Set whether there are options; raise unless they fit `classes` classes."""
+    numbers = call.label_smoothing, call.softcap, call.z_loss, call.return_accuracy
     weights = call.class_weights
+    has_options = weights is not None or numbers != (0.0, None, 0.0, False)
+    object.__setattr__(call, "has_options", has_options)
+    if not has_options:
+        return
     if weights is not None:
         checks.check_dense("class_weights", weights, call.values)
         checks.check_shape("class_weights", weights, (classes,), "one number per class")
