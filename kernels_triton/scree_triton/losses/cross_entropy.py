@@ -32,6 +32,7 @@ from .reductions import (
     row_means,
     target_weights,
     targets_of,
+    weighted_mean,
 )
 
 
@@ -55,7 +56,7 @@ def forward(
     if reduction in SCALAR_REDUCTIONS:
         parts: list[torch.Tensor] = []
         visit_logits(x, targets, parts=parts, stats=stats, accuracies=accuracies, options=options)
-        loss, share = reduce_partial_sums(parts, reduction, options.loss_weight)
+        loss, share = reduce_partial_sums(parts, reduction, options.class_weights)
         return loss, stats, share
     losses = torch.empty(total, dtype=torch.float32, device=x.device)
     visit_logits(x, targets, losses=losses, stats=stats, accuracies=accuracies, options=options)
@@ -285,13 +286,13 @@ def cross_entropy(call: Any) -> Any:
             options.z_loss,
             call.return_accuracy,
         )
-        return with_accuracy(call, reduce_with_weights(call, losses), accuracies)
+        return with_accuracy(call, reduce_with_weights(call, losses, options), accuracies)
     if call.return_accuracy:
         accuracies = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
     reduction = kernel_reduction(call)
     losses = _reduced(x, targets, reduction, x.requires_grad, options, accuracies)
     if reduction != call.reduction:
-        return with_accuracy(call, reduce_with_weights(call, losses), accuracies)
+        return with_accuracy(call, reduce_with_weights(call, losses, options), accuracies)
     return with_accuracy(call, call.result(losses), accuracies)
 
 
@@ -302,10 +303,13 @@ def kernel_reduction(call: Any) -> str:
     return call.reduction  # type: ignore[no-any-return]
 
 
-def reduce_with_weights(call: Any, losses: torch.Tensor) -> Any:
+def reduce_with_weights(call: Any, losses: torch.Tensor, options: LossOptions) -> Any:
     """Return the result of a call from the losses of its tokens."""
-    weights = None if call.class_weights is None else target_weights(call)
-    return reduce_losses(call, losses, weights)
+    if options.class_weights is None:
+        return reduce_losses(call, losses)
+    if call.reduction == "mean":
+        return weighted_mean(losses.sum(), options.class_weights)
+    return reduce_losses(call, losses, target_weights(call))
 
 
 def with_accuracy(call: Any, loss: Any, accuracies: Any) -> Any:

@@ -247,7 +247,8 @@ def fused(
     stats = allocate((2, total), dtype=torch.float32) if two_passes else None
     share = None
     if any(needed) and reduction == "mean":
-        share = mean_loss_weight(targets) if options.class_weights is None else options.loss_weight
+        weights = options.class_weights
+        share = mean_loss_weight(targets) if weights is None else weights[2]
     head = _Head(x, weight, bias, targets, dlosses, share, options)
     dx = allocate((total, width)) if needed.x or (needed.weight and not two_passes) else None
     dweight = allocate((classes, width)) if needed.weight else None
@@ -301,7 +302,7 @@ def fused(
                     dweight[block], dbias[block] if needed.bias else None, logits, masked_x, first
                 )
     losses = (
-        reduce_partial_sums(parts, reduction, options.loss_weight)[0]
+        reduce_partial_sums(parts, reduction, options.class_weights)[0]
         if losses is None
         else row_means(losses, targets)
         if reduction == "row_mean"
@@ -647,6 +648,6 @@ def linear_cross_entropy(call: Any) -> Any:
             )[0]
     if reduction != call.reduction:
         return cross_entropy.with_accuracy(
-            call, cross_entropy.reduce_with_weights(call, out), accuracies
+            call, cross_entropy.reduce_with_weights(call, out, options), accuracies
         )
     return cross_entropy.with_accuracy(call, call.result(out), accuracies)

@@ -63,11 +63,6 @@ class LossOptions(NamedTuple):
     classes: int = 0
     class_weights: torch.Tensor | None = None
 
-    @property
-    def loss_weight(self) -> torch.Tensor | None:
-        """The weight of one loss in a mean with class weights, 0-d; None without them."""
-        return None if self.class_weights is None else self.class_weights[2]
-
 
 PLAIN = LossOptions()
 
@@ -106,15 +101,20 @@ def reduce_weighted(
 
     The z-loss is multiplied as in the kernels.
     """
-    _, z_loss_factor, loss_weight = options.class_weights[:3]
     loss = losses["loss"]
     if "z_loss" in losses:
-        loss = loss + losses["z_loss"] * z_loss_factor.to(loss.dtype)
+        loss = loss + losses["z_loss"] * options.class_weights[1]
     if reduction == "none":
         return loss
     if reduction == "sum":
         return loss.sum()
-    return torch.where(loss_weight > 0, loss.sum() * loss_weight, float("nan"))
+    return weighted_mean(loss.sum(), options.class_weights)
+
+
+def weighted_mean(total: torch.Tensor, class_weights: torch.Tensor) -> torch.Tensor:
+    """Return the mean from the sum of all losses and the weights of `LossOptions`."""
+    loss_weight = class_weights[2]
+    return torch.where(loss_weight > 0, total * loss_weight, float("nan"))
 
 
 def targets_of(call: Any) -> Targets:
@@ -265,15 +265,15 @@ def _share_launch(
 
 
 def reduce_partial_sums(
-    parts: list[torch.Tensor], reduction: str, loss_weight: torch.Tensor | None = None
+    parts: list[torch.Tensor], reduction: str, class_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the "sum" or "mean" of all losses, and the weight of one loss in it; 0-d.
 
-    `loss_weight` is the weight of one loss in a mean with class weights.
+    `class_weights` are the weights of `LossOptions`.
     """
-    if loss_weight is not None and reduction == "mean":
+    if class_weights is not None and reduction == "mean":
         total, _ = reduce_partial_sums(parts, "sum")
-        return torch.where(loss_weight > 0, total * loss_weight, float("nan")), loss_weight
+        return weighted_mean(total, class_weights), class_weights[2]
     values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
     launch_on_device(
