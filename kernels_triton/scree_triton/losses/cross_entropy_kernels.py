@@ -482,11 +482,11 @@ def cross_entropy_tokens_kernel(
                     differences *= tl.load(weights + column, mask=column < V, other=0.0)
                 difference = tl.sum(tl.where(column < V, differences, 0.0), 1)
             if ACCURACY:
-                is_behind = (logits < target_logit[:, None]) | (
+                is_lower = (logits < target_logit[:, None]) | (
                     (logits == target_logit[:, None]) & (column >= target[:, None])
                 )
-                leads = tl.min((is_behind | (column >= V)).to(tl.int32), 1)
-                is_correct = counted & has_target & (leads == 1)
+                is_first = tl.min((is_lower | (column >= V)).to(tl.int32), 1)
+                is_correct = counted & has_target & (is_first == 1)
                 tl.store(ACCURACIES + token, is_correct.to(tl.float32), mask=i < count)
             maximum = tl.max(logits, 1)
             finite_maximum = tl.where(maximum == -float("inf"), 0.0, maximum)

@@ -68,6 +68,7 @@ PLAIN = LossOptions()
 
 
 def options_of(call: Any, classes: int) -> LossOptions:
+    """Return the options of a call as the kernels take them; `PLAIN` without any."""
     if not call.has_options:
         return PLAIN
     weights = None if call.class_weights is None else _weights_with_header(call, classes)
