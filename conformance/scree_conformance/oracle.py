@@ -241,31 +241,79 @@ def conv1d(
 
 
 def cross_entropy(
-    rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
+    rows: Rows,
+    targets: Sequence[np.ndarray],
+    *,
+    class_weights: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
 ) -> list[np.ndarray] | np.ndarray:
     """Return ``log(sum(exp(x))) - x[target]`` per token; 0 where the target is ignored.
 
-    The exponentials are added sequentially.
+    The exponentials are added sequentially. The z-loss has no class weights.
     """
-    losses, is_counted = [], []
+    scalar_type = rows.template.dtype.type
+    losses, squares, weights, is_counted = [], [], [], []
     for row, classes in zip(rows, targets, strict=True):
-        loss = np.zeros(len(row), row.dtype)
+        loss, square, weight = (np.zeros(len(row), row.dtype) for _ in range(3))
         for i, (x, target) in enumerate(zip(row, classes, strict=True)):
-            if target != ignore_index:
-                maximum = np.max(x)
-                loss[i] = np.log(np.add.accumulate(np.exp(x - maximum))[-1]) + (maximum - x[target])
+            if target == ignore_index:
+                continue
+            if softcap is not None:
+                x = scalar_type(softcap) * np.tanh(x / scalar_type(softcap))
+            maximum = np.max(x)
+            log_sum = np.log(np.add.accumulate(np.exp(x - maximum))[-1])
+            weight[i] = 1 if class_weights is None else class_weights[target]
+            loss[i] = weight[i] * (log_sum + (maximum - x[target]))
+            if label_smoothing:
+                per_class = log_sum + (maximum - x)
+                if class_weights is not None:
+                    per_class = per_class * class_weights
+                smooth = np.add.accumulate(per_class)[-1] / scalar_type(len(x))
+                share = scalar_type(label_smoothing)
+                loss[i] = (1 - share) * loss[i] + share * smooth
+            square[i] = scalar_type(z_loss) * (log_sum + maximum) ** 2
         losses.append(loss)
+        squares.append(square)
+        weights.append(weight)
         is_counted.append(np.asarray(classes) != ignore_index)
     if reduction == "none":
-        return losses
-    scalar_type = rows.template.dtype.type
-    sums = np.asarray([np.sum(loss, dtype=scalar_type) for loss in losses], scalar_type)
-    counts = np.asarray([np.sum(counted) for counted in is_counted], scalar_type)
+        return [loss + square for loss, square in zip(losses, squares, strict=True)]
+
+    def sums(parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.asarray([np.sum(x, dtype=scalar_type) for x in parts], scalar_type)
+
+    loss, square, weight, count = map(sums, (losses, squares, weights, is_counted))
     with np.errstate(all="ignore"):
         if reduction == "row_mean":
-            return np.asarray(sums / counts)
-        total = np.sum(sums, dtype=scalar_type)
-        return np.asarray(total if reduction == "sum" else total / np.sum(counts))
+            return np.asarray(loss / weight + square / count)
+        loss, square = (np.sum(x, dtype=scalar_type) for x in (loss, square))
+        if reduction == "sum":
+            return np.asarray(loss + square)
+        return np.asarray(loss / np.sum(weight) + square / np.sum(count))
+
+
+def accuracy(
+    rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
+) -> list[np.ndarray] | np.ndarray:
+    """Return 1 per token whose target is the first class with the largest logit, else 0."""
+    correct = [
+        np.asarray([np.argmax(x) == target for x, target in zip(row, classes, strict=True)], float)
+        for row, classes in zip(rows, targets, strict=True)
+    ]
+    is_counted = [np.asarray(classes) != ignore_index for classes in targets]
+    if reduction == "none":
+        return correct
+    total, count = (
+        np.asarray([np.sum(x) for x in parts], float) for parts in (correct, is_counted)
+    )
+    with np.errstate(all="ignore"):
+        if reduction == "row_mean":
+            return np.asarray(total / count)
+        return np.asarray(np.sum(total) if reduction == "sum" else np.sum(total) / np.sum(count))
 
 
 def linear_cross_entropy(

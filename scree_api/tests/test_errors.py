@@ -434,6 +434,28 @@ CASES: dict[str, Case] = {
                           ("reduction: 'row_mean' needs rows", "dense array of shape (1, 4)")),
     "ignore_index": (lambda x: scree.cross_entropy(x.f(1, 4), x.i([0]), ignore_index=None), TypeError,
                      ("ignore_index: expected a Python integer, got None",)),
+    **{f"class weights {case}": (
+           lambda x, wrong=wrong: scree.cross_entropy(x.f(5, 4), x.i([0] * 5), class_weights=wrong(x)), error, message)
+       for case, wrong, error, message in (
+           ("of too few classes", lambda x: x.f(3), ValueError,
+            ("class_weights: expected shape (4,), one number per class, got (3,)",)),
+           ("of integers", lambda x: x.i([1] * 4), TypeError, ("class_weights: expected a real floating", "int32", "astype")),
+           ("in a list", lambda x: [1.0] * 4, TypeError, ("class_weights: expected a dense array", "list")))},
+    **{f"label_smoothing {value}": (
+           lambda x, value=value: scree.cross_entropy(x.f(1, 4), x.i([0]), label_smoothing=value), error, message)
+       for value, error, message in (
+           (1.5, ValueError, ("label_smoothing: expected a number from 0 to 1, got 1.5",)),
+           (-0.1, ValueError, ("label_smoothing: expected a finite number >= 0, got -0.1",)),
+           ("much", TypeError, ("label_smoothing: expected a Python number, got 'much'",)))},
+    "loss softcap": (lambda x: scree.cross_entropy(x.f(1, 4), x.i([0]), softcap=0), ValueError,
+                     ("softcap: expected a finite number > 0, got 0",)),
+    "z_loss": (lambda x: scree.linear_cross_entropy(x.f(1, 4), x.f(3, 4), x.i([0]), z_loss=-1e-4), ValueError,
+               ("z_loss: expected a finite number >= 0, got -0.0001",)),
+    "return_accuracy": (lambda x: scree.cross_entropy(x.f(1, 4), x.i([0]), return_accuracy=1), TypeError,
+                        ("return_accuracy: expected True or False, got 1",)),
+    "class weights of the linear loss": (
+        lambda x: scree.linear_cross_entropy(x.f(1, 4), x.f(3, 4), x.i([0]), class_weights=x.f(4)), ValueError,
+        ("class_weights: expected shape (3,), one number per class, got (4,)",)),
     "loss weight": (lambda x: scree.linear_cross_entropy(x.r(ROWS, 4), x.f(4, 9), x.r(ROWS, dtype="int32")), ValueError,
                     ("weight: expected shape (classes, width)", "(3, None, 4)", "got (4, 9)")),
     "loss weight ragged": (lambda x: scree.linear_cross_entropy(x.f(5, 4), x.r(ROWS, 4), x.i([0] * 5)), TypeError,
