@@ -134,11 +134,13 @@ class Session:
         *,
         wait: Callable[[Any], Any] = lambda x: x,
         device: str | None = None,
+        has_clean_l2: bool = False,
     ) -> dict[str, Row]:
         """Time contenders round-robin, and add medians and spreads to their rows under `name`.
 
         On "cuda" this is the device time, and "call_s" is accompanied by "call_host_s". With
-        ``device="cpu"`` the host's clock is used on CUDA too.
+        ``device="cpu"`` the host's clock is used on CUDA too. For `has_clean_l2` see
+        `interleaved`.
         """
         thunks: dict[str, Thunk] = {}
         outcome: dict[str, Times | Failure] = {}
@@ -158,6 +160,7 @@ class Session:
                 device=device or self.device,
                 min_samples=min_samples,
                 patience=self.patience,
+                has_clean_l2=has_clean_l2,
                 outcomes=outcome,
             )
         # After an interrupt too, keep the contenders that have samples.
