@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from scree_bench import caches, vllm_checkout, pages
+from scree_bench import caches, pages, vllm_checkout
 from scree_bench.caches import Batch, make_cache
 from scree_bench.commands import decode
 from scree_bench.libraries import load
@@ -127,7 +127,7 @@ def varlen(q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, page_table, causal):
 def unified(
     q, k, v, out, *, cu_seqlens_q, seqused_k, block_table, softmax_scale, causal, **options
 ):
-    """vLLM's `unified_attention` in NumPy, which writes to `out`."""
+    """VLLM's `unified_attention` in NumPy, which writes to `out`."""
     assert causal and softmax_scale == 8**-0.5
     assert options["softmax_segm_output"].shape[0] == options["seq_threshold_3D"]
     result, _ = varlen(

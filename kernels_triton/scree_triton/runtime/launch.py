@@ -230,13 +230,9 @@ def launch_args(cls: type) -> Any:
         if described:
             raise TypeError(f"{cls.__name__} has descriptors, which cannot be bound")
         addresses = pack([f"address({x})" for x in pointers])
-        namespace: dict[str, Any] = {
-            "address": _address,
-            "gcd": gcd,
-            "current_stream": current_stream,
-        }
+        namespace: dict[str, Any] = {"address": _address, "gcd": gcd}
         exec(
-            f"def bind(launch, programs, alignment, strides, numbers, can_keep):\n"
+            f"def bind(launch, programs, alignment, strides, numbers, can_keep, current_stream):\n"
             f"    tail = *strides, *numbers, *launch.values\n"
             f"    variant = None\n"
             f"    def {cls.__name__}(*, {', '.join(pointers)}):\n"
@@ -298,8 +294,10 @@ def bind_launch(
         tuple(values[name] for name in names) for names in (args.strides, args.numbers)
     )
     can_keep = max(0, *strides, *numbers) < _LIMIT
-    bind = args.launcher()
-    return bind(launch, programs, _alignment(*strides), strides, numbers, can_keep)  # type: ignore[no-any-return]
+    alignment = _alignment(*strides)
+    return args.launcher()(  # type: ignore[no-any-return]
+        launch, programs, alignment, strides, numbers, can_keep, current_stream
+    )
 
 
 def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
