@@ -21,6 +21,7 @@ from scree_triton.runtime.launch import (
     Pointer,
     Stride,
     bind_args,
+    bind_launch,
     launch_args,
 )
 
@@ -160,6 +161,30 @@ def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, n
         launch(5, Args(X=X, x_stride=stride, count=number))
     launch(5, Args(X=X, x_stride=16, count=3))
     assert len(kernel.asked) == 5 and len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize(("stride", "number", "calls"), [(16, 3, 3), (16, 1 << 31, 5), (8, 3, 5)])
+def test_bind_launch_passes_what_a_launch_passes(jit, stride, number, calls):
+    """Only the common variant is kept; unaligned pointers and large numbers take the usual way."""
+    kernels = jit(), jit()
+    launch = launch_of(kernels[0])
+
+    class Counted(Launch):
+        __slots__ = ("calls",)
+
+        def __call__(self, *args):
+            self.calls += 1
+            super().__call__(*args)
+
+    counted = Counted(kernels[1], dict(BLOCK=64), {}, args=Args)
+    counted.calls = 0
+    bound = bind_launch(counted, 5, Args, x_stride=stride, count=number)
+    for pointer in (X, X, X[1:], X, X[1:]):
+        launch(5, Args(X=pointer, x_stride=stride, count=number))
+        bound(X=pointer)
+    assert kernels[0].launched == kernels[1].launched
+    assert [x[0] for x in kernels[0].asked] == [x[0] for x in kernels[1].asked]
+    assert counted.calls == calls
 
 
 def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
