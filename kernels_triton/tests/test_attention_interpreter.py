@@ -6,7 +6,9 @@ they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 
 import importlib
 import inspect
+import itertools
 import os
+import random
 
 import pytest
 import torch
@@ -18,7 +20,13 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import arguments, autotune, interface, launch_configs
+from scree_triton.attention import (
+    arguments,
+    autotune,
+    interface,
+    launch_configs,
+    tile_scheduler,
+)
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
@@ -102,6 +110,7 @@ CAUSAL = dict(
     same_offsets=True,
     tf32=False,
     small_batch=False,
+    short_rows=False,
 )
 
 
@@ -128,6 +137,7 @@ CAUSAL = dict(
                 dict(alibi=True),
                 dict(has_left=True, softcap=True, alibi=True),
                 dict(same_offsets=False),
+                dict(short_rows=True),
             )
         ),
         *(
@@ -186,24 +196,24 @@ def test_arguments_match_kernel_parameters(name):
     assert args.fields[len(args.fields) - len(last) :] == tuple(last)
 
 
-def test_get_launch_config_few_short_rows_selects_small_batch(monkeypatch):
-    """Only few rows with a known short bound are a small batch."""
+def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
+    """Few rows with a known short bound are a small batch; rows short on average share tiles."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-1])
-    x, cu, spec = (
-        torch.randn((40, 1, 16), device=DEVICE),
-        offsets((40,), DEVICE),
-        AttentionSpec(UNBOUNDED, 0, 0.25, 0.0),
-    )
-    for heads, max_seqlen, small in (
-        (1, 40, True),
-        (1, UNBOUNDED, False),
-        (1, 1601, False),
-        (2000, 40, False),
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2:])
+    spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
+    mean = launch_configs.MERGED_MEAN_SEQLEN
+    for heads, rows, tokens, max_seqlen, expected in (
+        (1, 1, 40, 40, (True, True)),
+        (1, 1, 40, UNBOUNDED, (False, False)),
+        (1, 1, 40, 1601, (False, False)),
+        (2000, 1, 40, 40, (False, True)),
+        (1, 2, 2 * mean, 1600, (True, True)),
+        (1, 2, 2 * mean + 1, 1600, (True, False)),
     ):
+        cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
         layout = VarlenLayout(cu, cu, None, max_seqlen)
-        values = [x.expand(40, heads, 16)] * 3
-        assert get_launch_config(*values, layout, spec, False) is small
+        values = [torch.randn((tokens, 1, 16), device=DEVICE).expand(tokens, heads, 16)] * 3
+        assert get_launch_config(*values, layout, spec, False) == expected
 
 
 def test_get_launch_config_distinguishes_tf32(monkeypatch):
@@ -306,6 +316,59 @@ def test_schedule_tiles_covers_all_tokens_longest_first(
         for start, n, first in scheduled
     ]
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))
+
+
+def merged_rows(lengths):
+    """Return offset and length of the groups of rows, by a loop over the rows."""
+    groups, offset = [], 0
+    for row, length in enumerate(lengths):
+        if row % 64 > 0 and groups[-1][1] + length <= 64:
+            groups[-1][1] += length
+        else:
+            groups.append([offset, length])
+        offset += length
+    return [(start, length) for start, length in groups if length > 0]
+
+
+@pytest.mark.parametrize(
+    "lengths, slack",
+    [
+        ((300, 0, 64, 1, 129, 0, 0, 20, 44, 1), 0),
+        ((1,) * 200, 7),
+        ((0, 0), 65),
+        (tuple(random.Random(1).choices(range(40), k=700)), 3),
+        ((0, 63, 1, 65, 64, 0, 64, 64), 0),
+    ],
+    ids=["mixed", "ones", "empty", "short", "limits"],
+)
+@pytest.mark.parametrize("max_counted", [2048, 0])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_schedule_tiles_merge_rows_shares_tiles(lengths, slack, max_counted, kernels, monkeypatch):
+    """Adjacent rows share tiles as far as they fit, and the bounds of every token's row are right."""
+    monkeypatch.setattr(tile_scheduler, "MAX_COUNTED_SLOTS", max_counted)
+    cu = offsets(lengths, DEVICE)
+    total = sum(lengths) + slack
+    run = schedule_tiles if kernels else tile_scheduler._schedule_by_rows
+    tiles = run(cu, cu, total, 64, UNBOUNDED, 0, True)
+    count = int(tiles[0, 0])
+    groups = merged_rows(lengths)
+    if not kernels:
+        groups = [(a, b - a) for a, b in itertools.pairwise(cu.tolist()) if a < b]
+    entries = tiles[1 : count + 1].tolist()
+    assert len(entries) == count
+    assert {(*entry[:5],) for entry in entries} == {
+        (start, length, *attended, first)
+        for start, length, attended in (
+            *((*group, group) for group in groups),
+            (sum(lengths), slack, (0, 0)),
+        )
+        for first in range(0, length, 64)
+    }
+    bounds = tiles.flatten()[int(tiles[0, 1]) :][: 2 * total].reshape(2, total).tolist()
+    rows = [*itertools.pairwise(cu.tolist()), (sum(lengths), total)]
+    assert bounds == [
+        [row[side] for row in rows for _ in range(row[1] - row[0])] for side in range(2)
+    ]
 
 
 @pytest.mark.parametrize(

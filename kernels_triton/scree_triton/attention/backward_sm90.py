@@ -45,7 +45,12 @@ from .scores_sm90 import (
     get_m_block_min_max,
     get_n_block_max,
     get_n_block_min,
+    find_infinite_tokens,
+    is_in_row,
+    isolate_rows,
+    load_row_bounds,
     score_derivative,
+    zero_tokens,
 )
 
 
@@ -214,12 +219,16 @@ def _dq_step(
     step,
     last_key,
     diagonal,
+    row_first,
+    row_end,
+    isolated,
     window_left,
     offs_n,
     scale,
     softcap,
     slope,
     masked,
+    MERGED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
@@ -246,8 +255,13 @@ def _dq_step(
         ds = gl.where(last_key[:, None] >= offs_n[None, :], ds, 0.0)
         if WINDOW:
             ds = gl.where((diagonal - window_left)[:, None] <= offs_n[None, :], ds, 0.0)
+        if MERGED:
+            ds = gl.where(is_in_row(offs_n, row_first, row_end), ds, 0.0)
     ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
+    if MERGED:
+        if isolated:
+            dq = isolate_rows(dq, ds, k_smem, stage, row_first, row_end, offs_n, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
@@ -270,6 +284,7 @@ def _dq_consumer(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -290,6 +305,7 @@ def _dq_consumer(
         LSE,
         DLSE,
         STATS,
+        TILES,
         stride_om,
         stride_dlsem,
         stride_dlseh,
@@ -346,6 +362,9 @@ def _dq_consumer(
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
         diagonal = offs_m + diagonal_offset
+        row_first, row_end = offs_m, offs_m
+        if MERGED:
+            row_first, row_end = load_row_bounds(TILES, total_q, q_offset, offs_m, seqlen_q)
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         # This warp group skips the blocks after its last key; without queries, all blocks.
         n_block_max = get_n_block_max(
@@ -375,6 +394,8 @@ def _dq_consumer(
             CAUSAL,
             WINDOW,
         )
+        if MERGED:
+            full_blocks = gl.minimum(full_blocks, wg_n_block_max - 1)
         # Blocks before `window_mask_end` begin before the first key of some query.
         window_mask_end = 0
         if WINDOW:
@@ -398,12 +419,16 @@ def _dq_consumer(
                 step,
                 last_key - n_block * BLOCK_N,
                 diagonal - n_block * BLOCK_N,
+                row_first - n_block * BLOCK_N,
+                row_end - n_block * BLOCK_N,
+                seqlen_k <= BLOCK_N,
                 window_left,
                 offs_n,
                 scale,
                 softcap,
                 slope,
                 (n_block >= full_blocks) | (n_block < window_mask_end),
+                MERGED,
                 WINDOW,
                 SOFTCAP,
                 ALIBI,
@@ -477,6 +502,7 @@ def attention_dq_sm90_kernel(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -521,6 +547,7 @@ def attention_dq_sm90_kernel(
         LSE,
         DLSE,
         STATS,
+        TILES,
         stride_om,
         stride_dlsem,
         stride_dlseh,
@@ -530,7 +557,7 @@ def attention_dq_sm90_kernel(
         softcap,
     )
     window_right = 0 if CAUSAL else window_right
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
@@ -552,6 +579,59 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        HAS_DLSE,
+                    ),
+                ),
+                (
+                    dq_producer,
+                    (
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CONSUMERS,
+                        CAUSAL,
+                        WINDOW,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _dq_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -578,6 +658,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -629,6 +710,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -655,6 +737,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -681,6 +764,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -884,6 +968,9 @@ def _dkdv_step(
     dv,
     step,
     diagonal,
+    row_first,
+    row_end,
+    isolated,
     remaining_q,
     window_left,
     window_right,
@@ -892,6 +979,7 @@ def _dkdv_step(
     softcap,
     slope,
     masked,
+    MERGED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
@@ -915,6 +1003,15 @@ def _dkdv_step(
         dp = _start_mma_when_full(v, do_smem, do_full, step, PARTS_V, LAYOUT_S, STAGES)
     lse = lse_smem.index(stage).load(COLUMN)
     scores = warpgroup_mma_wait(PARTS_V if HAS_DK else 0, deps=(scores,))
+    if MERGED:
+        mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
+        delta = delta_smem.index(stage).load(COLUMN)
+        # delta sums numbers of dout, and lse of q, unless a softcap bounds the scores.
+        infinite = ((lse - lse != 0.0) | (delta - delta != 0.0)).to(gl.int32)
+        if SOFTCAP:
+            infinite = gl.maximum(
+                infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS)
+            )
     if ALIBI:  # queries after the end of the row have no scores, and so no bias
         lse = gl.where(offs_m < remaining_q, lse, float("inf"))
     capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
@@ -924,6 +1021,21 @@ def _dkdv_step(
         p = gl.where(offs_m[None, :] >= (diagonal - window_right)[:, None], p, 0.0)
         if WINDOW:
             p = gl.where(offs_m[None, :] <= (diagonal + window_left)[:, None], p, 0.0)
+        if MERGED:
+            p = gl.where(is_in_row(offs_m, row_first, row_end), p, 0.0)
+    if MERGED:
+        if HAS_DK:
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+        if (gl.max(infinite, 0) > 0) & isolated:
+            # Such a query adds NaN to its own row, and nothing to other rows.
+            is_infinite = infinite[None, :] > 0
+            p = gl.where(is_infinite & is_in_row(offs_m, row_first, row_end), float("nan"), p)
+            capped = gl.where(is_infinite, 0.0, capped)
+            zero_tokens(do_smem, stage, infinite, PARTS_V)
+            if HAS_DK:
+                dp = gl.where(is_infinite, 0.0, dp)
+                delta = gl.where(infinite > 0, 0.0, delta)
+                zero_tokens(q_smem, stage, infinite, PARTS)
     if HAS_DV:
         if not HAS_DK:
             mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
@@ -932,8 +1044,9 @@ def _dkdv_step(
     if HAS_DK:
         if SOFTCAP:
             p *= 1.0 - capped * capped
-        delta = delta_smem.index(stage).load(COLUMN)
-        dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
+        if not MERGED:
+            delta = delta_smem.index(stage).load(COLUMN)
+            dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
         ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_smem.dtype), OPERAND)
         dk = start_mma(ds, q_smem, stage, dk, PARTS)
     if HAS_DV:
@@ -965,6 +1078,7 @@ def _dkdv_consumer(
     STAGES: gl.constexpr,
     K_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -997,7 +1111,18 @@ def _dkdv_consumer(
         do_full,
         do_empty,
     ) = smem
-    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap = consumer_args
+    (
+        DK,
+        DV,
+        SLOPES,
+        TILES,
+        stride_dkn,
+        stride_dvn,
+        total_q,
+        qheads_per_khead,
+        scale,
+        softcap,
+    ) = consumer_args
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
@@ -1019,6 +1144,10 @@ def _dkdv_consumer(
         diagonal = (
             wg_start_n + (seqlen_q - seqlen_k) + gl.arange(0, WG_N, gl.SliceLayout(1, LAYOUT_S))
         )
+        row_first, row_end, is_group = diagonal, diagonal, False
+        if MERGED:
+            row_first, row_end = load_row_bounds(TILES, total_q, k_offset, diagonal, seqlen_k)
+            is_group = seqlen_k <= WG_N
         wg_m_block_min = m_block_min
         wg_m_block_max = m_block_max
         if SKIP_BLOCKS:
@@ -1062,7 +1191,7 @@ def _dkdv_consumer(
             step = _skip_blocks(
                 wg_m_block_min - m_block_min, q_full, q_empty, do_full, do_empty, step, STAGES
             )
-            if WINDOW:
+            if WINDOW or MERGED:
                 for m_block in range(wg_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
                         k,
@@ -1079,6 +1208,9 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal - m_block * BLOCK_M,
+                        row_first - m_block * BLOCK_M,
+                        row_end - m_block * BLOCK_M,
+                        is_group,
                         seqlen_q - m_block * BLOCK_M,
                         window_left,
                         window_right,
@@ -1086,7 +1218,8 @@ def _dkdv_consumer(
                         scale,
                         softcap,
                         slope,
-                        (m_block < full_m_block_min) | (m_block >= full_m_block_max),
+                        (m_block < full_m_block_min) | (m_block >= full_m_block_max) | is_group,
+                        MERGED,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -1119,6 +1252,9 @@ def _dkdv_consumer(
                             dv,
                             step,
                             diagonal - m_block * BLOCK_M,
+                            row_first,
+                            row_end,
+                            is_group,
                             seqlen_q,
                             window_left,
                             window_right,
@@ -1127,6 +1263,7 @@ def _dkdv_consumer(
                             softcap,
                             slope,
                             True,
+                            MERGED,
                             WINDOW,
                             SOFTCAP,
                             ALIBI,
@@ -1154,6 +1291,9 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal,
+                        row_first,
+                        row_end,
+                        is_group,
                         seqlen_q,
                         window_left,
                         window_right,
@@ -1162,6 +1302,7 @@ def _dkdv_consumer(
                         softcap,
                         slope,
                         False,
+                        MERGED,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -1243,6 +1384,7 @@ def attention_dkdv_sm90_kernel(
     STAGES: gl.constexpr,
     K_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -1306,9 +1448,20 @@ def attention_dkdv_sm90_kernel(
         qheads_per_khead,
         heads_in_l2,
     )
-    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap
+    consumer_args = (
+        DK,
+        DV,
+        SLOPES,
+        TILES,
+        stride_dkn,
+        stride_dvn,
+        total_q,
+        qheads_per_khead,
+        scale,
+        softcap,
+    )
     window_right = 0 if CAUSAL else window_right
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
@@ -1332,6 +1485,62 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
+                    ),
+                ),
+                (
+                    dkdv_producer,
+                    (
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        K_STAGES,
+                        CONSUMERS,
+                        CAUSAL,
+                        WINDOW,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _dkdv_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        HAS_DK,
+                        HAS_DV,
+                        STAGES,
+                        K_STAGES,
+                        CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1361,6 +1570,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1415,6 +1625,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1444,6 +1655,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1473,6 +1685,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,

@@ -50,6 +50,9 @@ from .scores_sm90 import (
     get_key_limits,
     get_n_block_max,
     get_n_block_min,
+    is_in_row,
+    isolate_rows,
+    load_row_bounds,
     mask_scores,
     partial_row_sums,
 )
@@ -308,6 +311,7 @@ def _forward_consumer(
     Q_STAGES: gl.constexpr,
     STORE_IN_Q_SMEM: gl.constexpr,
     SAME_OFFSETS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -321,7 +325,7 @@ def _forward_consumer(
         [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
     )
     q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
-    o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap = consumer_args
+    o_desc, OUT, LSE, SLOPES, TILES, stride_om, total_q, scale, softcap = consumer_args
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
@@ -341,6 +345,8 @@ def _forward_consumer(
         offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
         diagonal = offs_m + diagonal_offset
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
+        if MERGED:
+            row_first, row_end = load_row_bounds(TILES, total_q, q_offset, offs_m, seqlen_q)
         n_block_min = get_n_block_min(
             start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
         )
@@ -398,6 +404,11 @@ def _forward_consumer(
             offs_n,
             WINDOW,
         )
+        if MERGED:
+            first_n = (n_block_max - 1) * BLOCK_N
+            scores = gl.where(
+                is_in_row(offs_n, row_first - first_n, row_end - first_n), scores, -float("inf")
+            )
         row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
         p = gl.exp2(scores * factor - row_max[:, None])
         row_sum = partial_row_sums(p)
@@ -519,6 +530,11 @@ def _forward_consumer(
             gl.where(no_valid_key, 0.0, 1.0 / row_sum_total), gl.SliceLayout(1, LAYOUT_O)
         )
         acc = wait_mma(0, acc, p_operand, PARTS_V)
+        if MERGED:
+            if seqlen_k <= BLOCK_N:
+                acc = isolate_rows(
+                    acc, p_operand, v_smem, step % STAGES, row_first, row_end, offs_n, PARTS_V
+                )
         for n in gl.static_range(PARTS_V):
             # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
             part = gl.where(inv_row_sum[:, None] == 0.0, 0.0, acc[n] * inv_row_sum[:, None])
@@ -589,6 +605,7 @@ def attention_forward_sm90_kernel(
     STORE_IN_Q_SMEM: gl.constexpr,
     CONSUMERS: gl.constexpr,
     SAME_OFFSETS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -627,7 +644,7 @@ def attention_forward_sm90_kernel(
         qheads_per_khead,
         heads_in_l2,
     )
-    consumer_args = o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap
+    consumer_args = o_desc, OUT, LSE, SLOPES, TILES, stride_om, total_q, scale, softcap
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -649,6 +666,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -700,6 +718,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -725,6 +744,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -776,6 +796,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -801,6 +822,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -826,6 +848,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,

@@ -42,7 +42,9 @@ from .arguments import (
 )
 from .tile_configs import (
     FEW_QUERIES,
+    MERGED_MEAN_SEQLEN,
     SHORT_SEQLEN,
+    SM90_MERGED_TILES,
     SM90_SMALL_BATCH_TILES,
     SM90_TILES,
     Sm90Tiles,
@@ -91,26 +93,34 @@ class VarlenLayout(NamedTuple):
     cache: dict | None
     max_seqlen: int = UNBOUNDED
 
-    def query_key(self, total_q: int, block_m: int, spec: AttentionSpec) -> tuple:
+    def query_key(
+        self, total_q: int, block_m: int, spec: AttentionSpec, merge_rows: bool = False
+    ) -> tuple:
         """Return the key of a schedule of query tiles in the cache."""
-        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1]
+        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], merge_rows
 
-    def key_key(self, total_k: int, block_n: int, spec: AttentionSpec) -> tuple:
+    def key_key(
+        self, total_k: int, block_n: int, spec: AttentionSpec, merge_rows: bool = False
+    ) -> tuple:
         """Return the key of a schedule of key tiles in the cache.
 
         For keys, the left and right sides of the window are swapped.
         """
-        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0]
+        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], merge_rows
 
-    def query_tiles(self, total_q: int, block_m: int, spec: AttentionSpec) -> torch.Tensor:
+    def query_tiles(
+        self, total_q: int, block_m: int, spec: AttentionSpec, merge_rows: bool
+    ) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        key = self.query_key(total_q, block_m, spec)
+        key = self.query_key(total_q, block_m, spec, merge_rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
 
-    def key_tiles(self, total_k: int, block_n: int, spec: AttentionSpec) -> torch.Tensor:
+    def key_tiles(
+        self, total_k: int, block_n: int, spec: AttentionSpec, merge_rows: bool
+    ) -> torch.Tensor:
         """Return the schedule of key tiles."""
-        key = self.key_key(total_k, block_n, spec)
+        key = self.key_key(total_k, block_n, spec, merge_rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
 
@@ -217,6 +227,8 @@ def _config_key(
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
+        layout.max_seqlen <= SHORT_SEQLEN
+        and total_q <= MERGED_MEAN_SEQLEN * (layout.cu_seqlens_q.shape[0] - 1),
     )
 
 
@@ -243,6 +255,7 @@ def select_config(
     same_offsets: bool,
     tf32: bool,
     small_batch: bool,
+    short_rows: bool,
 ) -> "LaunchConfig":
     """Return a new launch config of the fastest kernels that can serve the call."""
     q, _, v = layouts
@@ -256,8 +269,10 @@ def select_config(
         )
     )
     if sm90 and half:
+        merge_rows = same_offsets and short_rows
         return Sm90Config(
-            device, dtype, layouts, causal, window, softcap, alibi, same_offsets, small_batch
+            *(device, dtype, layouts, causal, window, softcap, alibi),
+            *(same_offsets, small_batch, merge_rows),
         )
     if sm90 and not tf32:
         return Bf16x3Config(device, layouts, causal, window, softcap, alibi)
@@ -310,7 +325,11 @@ def _head_parts(head_dim: int) -> tuple[int, int]:
 
 
 def _sm90_tiles(
-    itemsize: int, head_dim: int, head_dim_v: int, small_batch: bool = False
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    small_batch: bool = False,
+    merge_rows: bool = False,
 ) -> Sm90Tiles | None:
     """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
     if itemsize == 4:
@@ -318,6 +337,8 @@ def _sm90_tiles(
     width, width_v = (prod(_head_parts(x)) for x in (head_dim, head_dim_v))
     if min(width, width_v) < 32:
         return None
+    if merge_rows:
+        return SM90_MERGED_TILES[max(width, width_v)]
     tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
         (itemsize, max(width, width_v))
     )
@@ -368,6 +389,8 @@ class LaunchConfig:
 
     #: The maximum number of CTAs; persistent CTAs take one tile after another.
     max_ctas = sys.maxsize
+    #: Whether short rows share tiles.
+    merge_rows = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layouts: tuple[HeadLayout, ...]):
         self.device, self.dtype = device, dtype
@@ -387,15 +410,21 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of query tiles and the number of CTAs."""
         bound = max_tiles(total_q, layout.cu_seqlens_q.shape[0] - 1, block_m) * self.heads
-        tiles = layout.query_tiles(total_q, block_m, spec)
+        tiles = layout.query_tiles(total_q, block_m, spec, self.merge_rows)
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _key_tiles(
-        self, layout: VarlenLayout, total_k: int, block_n: int, spec: AttentionSpec
+        self,
+        layout: VarlenLayout,
+        total_k: int,
+        block_n: int,
+        spec: AttentionSpec,
+        ctas_per_sm: int = 1,
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of key tiles and the number of CTAs."""
         bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * self.k_heads
-        return layout.key_tiles(total_k, block_n, spec), min(self.max_ctas, bound)
+        tiles = layout.key_tiles(total_k, block_n, spec, self.merge_rows)
+        return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _head_counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
         """Return the query heads, the query heads per key head, and the heads that share the L2.
@@ -707,6 +736,7 @@ class Sm90Config(LaunchConfig):
         alibi: bool,
         same_offsets: bool,
         small_batch: bool,
+        merge_rows: bool,
     ):
         from ..sm90 import pipeline
         from . import backward_sm90, forward_sm90
@@ -719,7 +749,8 @@ class Sm90Config(LaunchConfig):
         window = window or softcap or alibi
         causal = causal and not window
         self.counter = pipeline.tile_counter
-        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch)
+        self.merge_rows = merge_rows
+        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch, merge_rows)
         self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
@@ -730,7 +761,7 @@ class Sm90Config(LaunchConfig):
             self.heads // self.k_heads,
             _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
-        m, n, stages, own_stages, self.ctas_per_sm = self.tiles.forward
+        m, n, stages, own_stages, ctas_per_sm = self.tiles.forward
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
             dict(
@@ -742,14 +773,15 @@ class Sm90Config(LaunchConfig):
                 STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
+                MERGED=merge_rows,
                 **features,
             ),
-            dict(num_warps=4, maxnreg=_initial_registers(self.ctas_per_sm, m // 64)),
+            dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
-        m, n, stages, own_stages, _ = self.tiles.dq
+        m, n, stages, own_stages, ctas_per_sm = self.tiles.dq
         self.dq_launches = [
             Launch(
                 backward_sm90.attention_dq_sm90_kernel,
@@ -760,16 +792,19 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     Q_STAGES=own_stages,
                     CONSUMERS=m // 64,
+                    MERGED=merge_rows,
                     **features,
                     HAS_DLSE=x,
                 ),
-                dict(num_warps=4, maxnreg=_initial_registers(1, m // 64), launch_pdl=True),
+                dict(
+                    num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64), launch_pdl=True
+                ),
                 (64, n, n, 64, 64),
                 args=DqArgs,
             )
             for x in (False, True)
         ]
-        m, n, stages, own_stages, _ = self.tiles.dkdv
+        m, n, stages, own_stages, ctas_per_sm = self.tiles.dkdv
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
         self.dkdv_launches = [
             Launch(
@@ -783,11 +818,14 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     K_STAGES=own_stages,
                     CONSUMERS=n // 64,
+                    MERGED=merge_rows,
                     **features,
-                    KV_IN_REGISTERS=width == 64 and causal,
+                    KV_IN_REGISTERS=width == 64 and causal and not merge_rows,
                     SKIP_BLOCKS=width != 128,
                 ),
-                dict(num_warps=4, maxnreg=_initial_registers(1, n // 64), launch_pdl=True),
+                dict(
+                    num_warps=4, maxnreg=_initial_registers(ctas_per_sm, n // 64), launch_pdl=True
+                ),
                 (m, 64, 64, m),
                 args=DkdvArgs,
             )
@@ -809,9 +847,8 @@ class Sm90Config(LaunchConfig):
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
         o_desc = _descriptor(out_layout)
-        tiles, ctas = self._query_tiles(
-            layout, total_q, self.tiles.forward.block_m, spec, self.ctas_per_sm
-        )
+        tile = self.tiles.forward
+        tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
         args = bind_args(ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
@@ -836,8 +873,13 @@ class Sm90Config(LaunchConfig):
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
         counter, device, dkdv_launches = self.counter, self.device, self.dkdv_launches
-        query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
-        key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
+        dq, dkdv = self.tiles.dq, self.tiles.dkdv
+        query_tiles, dq_ctas = self._query_tiles(
+            layout, total_q, dq.block_m, spec, dq.ctas_per_sm
+        )
+        key_tiles, dkdv_ctas = self._key_tiles(
+            layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm
+        )
         dkdv_numbers = BackwardNumbers(
             total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
         )

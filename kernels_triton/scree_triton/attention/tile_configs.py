@@ -76,6 +76,18 @@ SM90_SMALL_BATCH_TILES = {
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
 }
 
+#: Adjacent rows share tiles if the mean row has at most this many tokens, and the longest is known
+#: to have at most SHORT_SEQLEN. Only rows of self-attention do.
+MERGED_MEAN_SEQLEN = 48
+#: By the wider padded head_dim, half precision. Queries and keys of a tile are equally many.
+SM90_MERGED_TILES = {
+    32: _sm90((64, 64, 3, 2, 3), (64, 64, 2, 2, 3), (64, 64, 2, 2, 3)),
+    64: _sm90((64, 64, 3, 2, 3), (64, 64, 2, 2, 3), (64, 64, 2, 2, 2)),
+    128: _sm90((64, 64, 2, 2, 2), (64, 64, 1, 2, 2), (32, 64, 3, 1, 2)),
+    192: _sm90((64, 64, 1, 1, 2), (64, 64, 1, 1, 2), (64, 64, 1, 1, 2), split_dkdv=True),
+    256: _sm90((64, 64, 1, 1, 2), (64, 64, 1, 1, 1), (64, 64, 1, 1, 1), split_dkdv=True),
+}
+
 # By bytes per element and padded head_dim. Measured on Hopper.
 _LARGE_SMEM = {
     (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 2, 3)),

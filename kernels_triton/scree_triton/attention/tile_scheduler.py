@@ -12,6 +12,10 @@ on the host. Each tile has a slot below that bound:
 
 The tail, the tokens after the last row, is scheduled as row ``n`` without keys. So the kernels write
 zeros there.
+
+With `merge_rows`, adjacent rows that fit into one tile share it. The first row of such a group is
+scheduled with the tokens of the whole group, the other rows have no tiles. The kernels then need the
+bounds of each token's row, which are in the schedule after the entries.
 """
 
 import torch
@@ -44,16 +48,22 @@ _CHUNK = 256
 MAX_COUNTED_SLOTS = 2048
 #: Slots per CTA of `_attention_schedule_kernel`.
 _COUNTED_CHUNK = 64
+#: Rows that one thread of `_attention_group_kernel` merges. Groups do not extend over them.
+_ROWS_PER_THREAD = 64
 
 
 @triton.jit
-def _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total):
+def _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total, MERGED: tl.constexpr):
     """Return the offset and length of a row, and of the row that it attends to.
 
-    Row n is the tail, which attends to no tokens.
+    Row n is the tail, which attends to no tokens. If MERGED, a row attends to itself, and
+    ATTENDED_OFFSETS holds the end of the group that each row begins.
     """
     is_row = row < n
     start = tl.load(OFFSETS + row)
+    if MERGED:
+        length = tl.load(ATTENDED_OFFSETS + row) - start
+        return start, length, tl.where(is_row, start, 0), tl.where(is_row, length, 0)
     end = tl.load(OFFSETS + row + 1, mask=is_row, other=total)
     attended_start = tl.load(ATTENDED_OFFSETS + row, mask=is_row, other=0)
     attended_end = tl.load(ATTENDED_OFFSETS + row + 1, mask=is_row, other=0)
@@ -72,6 +82,7 @@ def _sort_key(
     window_left,
     window_right,
     TILE_SIZE: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     """Return the sort key of the tile in a slot, which is positive; 0 for an unused slot."""
     row = tl.zeros_like(slot)
@@ -81,7 +92,9 @@ def _sort_key(
         begins_by_slot = tl.load(OFFSETS + middle) // TILE_SIZE + middle <= slot
         row = tl.where(begins_by_slot, middle, row)
         high = tl.where(begins_by_slot, high, middle)
-    start, length, _, attended_length = _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total)
+    start, length, _, attended_length = _row_bounds(
+        OFFSETS, ATTENDED_OFFSETS, row, n, total, MERGED
+    )
     index = (slot - (start // TILE_SIZE + row)).to(tl.int64)
     shift = attended_length - length
     first_key = tl.maximum(index * TILE_SIZE + shift - window_left, 0)
@@ -103,12 +116,13 @@ def _store_entries(
     total,
     TILE_SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     """Store the five fields of the tiles with the given keys; entry 0 is the number of tiles."""
     is_tile = key > 0
     row = (key >> _INDEX_BITS) & _ROW_MASK
     start, length, attended_start, attended_length = _row_bounds(
-        OFFSETS, ATTENDED_OFFSETS, row, n, total
+        OFFSETS, ATTENDED_OFFSETS, row, n, total, MERGED
     )
     entry = TILES + (rank + 1) * FIELDS
     tl.store(entry, start.to(tl.int32), mask=is_tile)
@@ -134,6 +148,7 @@ def _attention_schedule_kernel(
     TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     """Compute a small schedule in one launch.
 
@@ -152,6 +167,7 @@ def _attention_schedule_kernel(
         window_left,
         window_right,
         TILE_SIZE,
+        MERGED,
     )
     rank = tl.zeros([CHUNK], tl.int32)
     num_tiles = 0
@@ -167,10 +183,13 @@ def _attention_schedule_kernel(
             window_left,
             window_right,
             TILE_SIZE,
+            MERGED,
         )
         rank += tl.sum((other_keys[None, :] > key[:, None]).to(tl.int32), 1)
         num_tiles += tl.sum((other_keys > 0).to(tl.int32), 0)
-    _store_entries(TILES, rank, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS)
+    _store_entries(
+        TILES, rank, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED
+    )
     tl.store(TILES, num_tiles, mask=tl.program_id(0) == 0)
 
 
@@ -189,6 +208,7 @@ def _attention_sort_key_kernel(
     window_right,
     TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     """Store the sort key of each slot."""
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -203,6 +223,7 @@ def _attention_sort_key_kernel(
         window_left,
         window_right,
         TILE_SIZE,
+        MERGED,
     )
     tl.store(KEYS + slot, key, mask=slot < slots)
 
@@ -219,17 +240,73 @@ def _attention_entry_kernel(
     TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     """Store the entries of the schedule, in the order of the sorted keys, and their number."""
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = tl.load(KEYS + slot, mask=slot < slots, other=0)
     next_key = tl.load(KEYS + slot + 1, mask=slot + 1 < slots, other=0)
-    _store_entries(TILES, slot, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS)
+    _store_entries(
+        TILES, slot, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED
+    )
     # The last tile is followed by the key 0, so its thread knows the number of tiles. Without any
     # tile the first thread stores 0.
     count = TILES + tl.zeros_like(slot)
     tl.store(count, slot + 1, mask=(key > 0) & (next_key == 0))
     tl.store(count, 0, mask=(slot == 0) & (key == 0))
+
+
+@triton.jit(do_not_specialize=("n", "total"))
+def _attention_group_kernel(
+    OFFSETS,
+    GROUP_ENDS,
+    n,
+    total,
+    TILE_SIZE: tl.constexpr,
+    ROWS_PER_THREAD: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Merge adjacent rows into groups of at most TILE_SIZE tokens; a longer row is a group alone.
+
+    Store the end of the group that a row begins, and the row's own offset if it begins none. The
+    tail ends at the last token.
+    """
+    first_row = (tl.program_id(0) * THREADS + tl.arange(0, THREADS)) * ROWS_PER_THREAD
+    start = tl.load(OFFSETS + first_row, mask=first_row <= n, other=0)
+    leader = first_row
+    group_start = start
+    for i in range(ROWS_PER_THREAD):
+        row = first_row + i
+        end = tl.load(OFFSETS + row + 1, mask=row < n, other=total)
+        joins = (end - group_start <= TILE_SIZE) & (row < n)
+        leader = tl.where(joins, leader, row)
+        group_start = tl.where(joins, group_start, start)
+        tl.store(GROUP_ENDS + row, start, mask=row <= n)
+        tl.store(GROUP_ENDS + leader, end, mask=row <= n)
+        start = end
+
+
+@triton.jit(do_not_specialize=("n", "total", "search_steps", "bounds"))
+def _attention_row_bounds_kernel(
+    OFFSETS, TILES, n, total, search_steps, bounds, CHUNK: tl.constexpr
+):
+    """Store the first token of each token's row, then the end of each token's row.
+
+    They begin `bounds` numbers after the schedule's first field, and field 1 holds this number.
+    """
+    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    row = tl.zeros_like(token)
+    high = row + n + 1
+    for _ in range(search_steps):
+        middle = (row + high) // 2
+        begins_by_token = tl.load(OFFSETS + middle) <= token
+        row = tl.where(begins_by_token, middle, row)
+        high = tl.where(begins_by_token, high, middle)
+    start = tl.load(OFFSETS + row)
+    end = tl.load(OFFSETS + row + 1, mask=row < n, other=total)
+    tl.store(TILES + bounds + token, start.to(tl.int32), mask=token < total)
+    tl.store(TILES + bounds + total + token, end.to(tl.int32), mask=token < total)
+    tl.store(TILES + 1, bounds, mask=tl.program_id(0) == 0)
 
 
 def max_tiles(total: int, n: int, tile_size: int) -> int:
@@ -248,8 +325,9 @@ def _schedule_by_rows(
     tile_size: int,
     window_left: int,
     window_right: int,
+    merge_rows: bool = False,
 ) -> torch.Tensor:
-    """Return a schedule in the order of the rows, without kernels."""
+    """Return a schedule in the order of the rows, without kernels; it merges no rows."""
     n, device = offsets.shape[0] - 1, offsets.device
     ends = torch.cat([offsets[1:].long(), torch.full((1,), total, device=device)])
     lengths = ends - offsets
@@ -268,6 +346,13 @@ def _schedule_by_rows(
     tiles = torch.zeros((tile.shape[0] + 1, FIELDS), dtype=torch.int32, device=device)
     tiles[1:, : len(fields)] = torch.stack(fields, 1)
     tiles[0, 0] = last_tiles[-1]
+    if merge_rows:
+        token = torch.arange(total, device=device)
+        row = torch.searchsorted(offsets.long(), token, right=True) - 1
+        bounds = torch.cat([offsets.long()[row], ends[row]]).to(torch.int32)
+        tiles[0, 1] = tiles.numel()
+        bounds = torch.nn.functional.pad(bounds, (0, -2 * total % FIELDS))
+        tiles = torch.cat([tiles, bounds.view(-1, FIELDS)])
     return tiles
 
 
@@ -279,6 +364,7 @@ def schedule_tiles(
     tile_size: int,
     window_left: int,
     window_right: int,
+    merge_rows: bool = False,
 ) -> torch.Tensor:
     """Cut the rows of `offsets` into tiles, ordered by falling work.
 
@@ -298,15 +384,20 @@ def schedule_tiles(
         Tokens per tile.
     window_left, window_right
         The window, `UNBOUNDED` for a side without limit.
+    merge_rows
+        Whether adjacent rows share a tile that holds them all. `attended_offsets` are then the
+        `offsets`.
 
     Returns
     -------
     torch.Tensor
         int32, shape ``(max_tiles(total, n, tile_size) + 1, FIELDS)``. Field 0 of entry 0 is the
         number of tiles. Each further entry holds a tile's row offset and row length, the offset and length of the attended row,
-        and the tile's first token within its row.
+        and the tile's first token within its row. With `merge_rows`, a row may be a group of rows,
+        and field 1 of entry 0 is the position of 2 * total further numbers: for each token the
+        first token of its row, then for each token the end of its row.
     """
-    arguments = offsets, attended_offsets, total, tile_size, window_left, window_right
+    arguments = offsets, attended_offsets, total, tile_size, window_left, window_right, merge_rows
     if offsets.device in _failures:
         raise KernelUnavailableError(_failures[offsets.device])
     try:
@@ -323,11 +414,28 @@ def _schedule_tiles(
     tile_size: int,
     window_left: int,
     window_right: int,
+    merge_rows: bool,
 ) -> torch.Tensor:
     n = offsets.shape[0] - 1
     slots = max_tiles(total, n, tile_size)
-    tiles = torch.empty((slots + 1, FIELDS), dtype=torch.int32, device=offsets.device)
+    entries = slots + 1 + (triton.cdiv(2 * total, FIELDS) if merge_rows else 0)
+    tiles = torch.empty((entries, FIELDS), dtype=torch.int32, device=offsets.device)
     search_steps = (n + 1).bit_length()
+    if merge_rows:
+        attended_offsets = torch.empty_like(offsets)
+        _attention_group_kernel[(triton.cdiv(n + 1, _ROWS_PER_THREAD * 32),)](
+            offsets,
+            attended_offsets,
+            n,
+            total,
+            TILE_SIZE=tile_size,
+            ROWS_PER_THREAD=_ROWS_PER_THREAD,
+            THREADS=32,
+            num_warps=1,
+        )
+        _attention_row_bounds_kernel[(triton.cdiv(total, _CHUNK),)](
+            offsets, tiles, n, total, search_steps, (slots + 1) * FIELDS, CHUNK=_CHUNK
+        )
     if slots <= MAX_COUNTED_SLOTS:
         _attention_schedule_kernel[(triton.cdiv(slots, _COUNTED_CHUNK),)](
             offsets,
@@ -342,6 +450,7 @@ def _schedule_tiles(
             TILE_SIZE=tile_size,
             CHUNK=_COUNTED_CHUNK,
             FIELDS=FIELDS,
+            MERGED=merge_rows,
         )
         return tiles
     keys = torch.empty(slots, dtype=torch.int64, device=offsets.device)
@@ -358,6 +467,7 @@ def _schedule_tiles(
         window_right,
         TILE_SIZE=tile_size,
         CHUNK=_CHUNK,
+        MERGED=merge_rows,
     )
     keys = torch.sort(keys, descending=True).values
     _attention_entry_kernel[grid](
@@ -371,5 +481,6 @@ def _schedule_tiles(
         TILE_SIZE=tile_size,
         CHUNK=_CHUNK,
         FIELDS=FIELDS,
+        MERGED=merge_rows,
     )
     return tiles
