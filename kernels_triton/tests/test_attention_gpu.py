@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
 LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
+SHORT = (1, 39, 0, 20, 5, 33, 64, 2, 0, 0, 63, 17, 300, 12, 130, 9, *(7,) * 30, 64, 1, 40)
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
 MASKS = [
@@ -229,6 +230,38 @@ def test_few_short_rows(case):
     check(case, max_length=500)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            Case(dtype, dim, dim, 4, 2, SHORT, slack=slack, **mask)
+            for (dtype, dim), slack, mask in itertools.product(
+                ((f16, 32), (bf16, 64), (f16, 96), (bf16, 128), (f16, 192), (bf16, 256)),
+                (0, 70),
+                (MASKS[0], MASKS[1], MASKS[3], MASKS[6]),
+            )
+        ),
+        *(
+            Case(dtype, dim, dim_v, 4, 1, SHORT, alibi=True, **mask)
+            for (dtype, dim, dim_v), mask in itertools.product(
+                ((f16, 64, 64), (bf16, 80, 128), (bf16, 192, 128)), (MASKS[1], MASKS[3])
+            )
+        ),
+        *(
+            Case(f16, 64, 64, 2, 2, lengths, causal=causal)
+            for lengths, causal in itertools.product(
+                ((1,) * 5000, (0, 0, 7), (1000, *(3,) * 50)), (False, True)
+            )
+        ),
+        Case(f16, 128, 128, 2, 1, SHORT, SHORT[::-1], causal=True),
+    ],
+    ids=lambda c: c.name,
+)
+def test_rows_share_tiles(case):
+    """Adjacent rows share a tile if the rows are short on average and their bound is known."""
+    check(case, max_length=1000)
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="elsewhere float32 is multiplied as three TF32 products",
@@ -266,24 +299,37 @@ def test_public_call(dtype, dim, options, bound):
     check_public_call("cuda", dtype, dim, options, bound)
 
 
+def check_isolation(case, max_length, poisoned_names, rows):
+    """Check that NaN and infinity in a row change no bit of the other rows."""
+    p = problem(case, "cuda")
+    clean = run(case, p, max_length)
+    start = p.cu_q.tolist()
+    for row, number in zip(rows, (math.nan, math.inf)):
+        poisoned = p._replace(**{name: getattr(p, name).clone() for name in poisoned_names})
+        for name in poisoned_names:
+            getattr(poisoned, name)[start[row] : start[row + 1]] = number
+        results = run(case, poisoned, max_length)
+        for x, y in zip(clean, results):
+            assert torch.equal(x[: start[row]], y[: start[row]]) and torch.equal(
+                x[start[row + 1] :], y[start[row + 1] :]
+            )
+        assert not all(x[start[row] : start[row + 1]].isfinite().all() for x in results)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 80, 128, 160, 256])
 @pytest.mark.parametrize("dtype", [f16, f32])
 def test_rows_do_not_leak(dtype, dim, causal):
     case = Case(dtype, dim, dim, 2, 1, MIXED, causal=causal)
-    p = problem(case, "cuda")
-    clean = run(case, p)
-    start = p.cu_q.tolist()
-    for row in (3, 8):
-        poisoned = p._replace(
-            **{name: getattr(p, name).clone() for name in ("q", "k", "v", "dout", "dlse")}
-        )
-        for x in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout, poisoned.dlse):
-            x[start[row] : start[row + 1]] = math.nan if row == 3 else math.inf
-        for x, y in zip(clean, run(case, poisoned)):
-            assert torch.equal(x[: start[row]], y[: start[row]]) and torch.equal(
-                x[start[row + 1] :], y[start[row + 1] :]
-            )
+    check_isolation(case, None, ("q", "k", "v", "dout", "dlse"), (3, 8))
+
+
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("names", ["q", "k", "v", "dout", "dlse", "q k v dout dlse"])
+def test_rows_that_share_a_tile_do_not_leak(names, dim, softcap):
+    case = Case(bf16, dim, dim, 2, 1, SHORT, causal=dim != 64, softcap=softcap)
+    check_isolation(case, 1000, names.split(), (3, 11))
 
 
 @pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (bf16, 192), (f32, 64)])

@@ -20,13 +20,7 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import (
-    arguments,
-    autotune,
-    interface,
-    launch_configs,
-    tile_scheduler,
-)
+from scree_triton.attention import arguments, autotune, interface, launch_configs, tile_scheduler
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles

@@ -41,11 +41,11 @@ from .constants import LOG2E, UNSPECIALIZED
 from .scores_sm90 import (
     apply_alibi,
     apply_softcap,
+    find_infinite_tokens,
     get_key_limits,
     get_m_block_min_max,
     get_n_block_max,
     get_n_block_min,
-    find_infinite_tokens,
     is_in_row,
     isolate_rows,
     load_row_bounds,
@@ -1009,9 +1009,7 @@ def _dkdv_step(
         # delta sums numbers of dout, and lse of q, unless a softcap bounds the scores.
         infinite = ((lse - lse != 0.0) | (delta - delta != 0.0)).to(gl.int32)
         if SOFTCAP:
-            infinite = gl.maximum(
-                infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS)
-            )
+            infinite = gl.maximum(infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS))
     if ALIBI:  # queries after the end of the row have no scores, and so no bias
         lse = gl.where(offs_m < remaining_q, lse, float("inf"))
     capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
@@ -1111,18 +1109,9 @@ def _dkdv_consumer(
         do_full,
         do_empty,
     ) = smem
-    (
-        DK,
-        DV,
-        SLOPES,
-        TILES,
-        stride_dkn,
-        stride_dvn,
-        total_q,
-        qheads_per_khead,
-        scale,
-        softcap,
-    ) = consumer_args
+    (DK, DV, SLOPES, TILES, stride_dkn, stride_dvn, total_q, qheads_per_khead, scale, softcap) = (
+        consumer_args
+    )
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0

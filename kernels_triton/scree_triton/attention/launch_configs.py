@@ -874,9 +874,7 @@ class Sm90Config(LaunchConfig):
         stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
         counter, device, dkdv_launches = self.counter, self.device, self.dkdv_launches
         dq, dkdv = self.tiles.dq, self.tiles.dkdv
-        query_tiles, dq_ctas = self._query_tiles(
-            layout, total_q, dq.block_m, spec, dq.ctas_per_sm
-        )
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
         key_tiles, dkdv_ctas = self._key_tiles(
             layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm
         )

@@ -187,9 +187,7 @@ def _attention_schedule_kernel(
         )
         rank += tl.sum((other_keys[None, :] > key[:, None]).to(tl.int32), 1)
         num_tiles += tl.sum((other_keys > 0).to(tl.int32), 0)
-    _store_entries(
-        TILES, rank, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED
-    )
+    _store_entries(TILES, rank, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED)
     tl.store(TILES, num_tiles, mask=tl.program_id(0) == 0)
 
 
@@ -246,9 +244,7 @@ def _attention_entry_kernel(
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = tl.load(KEYS + slot, mask=slot < slots, other=0)
     next_key = tl.load(KEYS + slot + 1, mask=slot + 1 < slots, other=0)
-    _store_entries(
-        TILES, slot, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED
-    )
+    _store_entries(TILES, slot, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED)
     # The last tile is followed by the key 0, so its thread knows the number of tiles. Without any
     # tile the first thread stores 0.
     count = TILES + tl.zeros_like(slot)
