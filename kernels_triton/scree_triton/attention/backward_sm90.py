@@ -221,7 +221,7 @@ def _dq_step(
     diagonal,
     row_first,
     row_end,
-    isolated,
+    is_group,
     window_left,
     offs_n,
     scale,
@@ -260,8 +260,7 @@ def _dq_step(
     ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
     if MERGED:
-        if isolated:
-            dq = isolate_rows(dq, ds, k_smem, stage, row_first, row_end, offs_n, PARTS)
+        dq = isolate_rows(dq, ds, k_smem, stage, row_first, row_end, offs_n, is_group, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
@@ -970,7 +969,7 @@ def _dkdv_step(
     diagonal,
     row_first,
     row_end,
-    isolated,
+    is_group,
     remaining_q,
     window_left,
     window_right,
@@ -1007,7 +1006,8 @@ def _dkdv_step(
         mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
         delta = delta_smem.index(stage).load(COLUMN)
         # delta sums numbers of dout, and lse of q, unless a softcap bounds the scores.
-        infinite = ((lse - lse != 0.0) | (delta - delta != 0.0)).to(gl.int32)
+        is_finite = (gl.abs(lse) < float("inf")) & (gl.abs(delta) < float("inf"))
+        infinite = gl.where(is_finite, 0, 1)
         if SOFTCAP:
             infinite = gl.maximum(infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS))
     if ALIBI:  # queries after the end of the row have no scores, and so no bias
@@ -1024,7 +1024,7 @@ def _dkdv_step(
     if MERGED:
         if HAS_DK:
             dp = warpgroup_mma_wait(0, deps=(dp,))
-        if (gl.max(infinite, 0) > 0) & isolated:
+        if (gl.max(infinite, 0) > 0) & is_group:
             # Such a query adds NaN to its own row, and nothing to other rows.
             is_infinite = infinite[None, :] > 0
             p = gl.where(is_infinite & is_in_row(offs_m, row_first, row_end), float("nan"), p)

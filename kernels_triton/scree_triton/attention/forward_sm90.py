@@ -531,10 +531,17 @@ def _forward_consumer(
         )
         acc = wait_mma(0, acc, p_operand, PARTS_V)
         if MERGED:
-            if seqlen_k <= BLOCK_N:
-                acc = isolate_rows(
-                    acc, p_operand, v_smem, step % STAGES, row_first, row_end, offs_n, PARTS_V
-                )
+            acc = isolate_rows(
+                acc,
+                p_operand,
+                v_smem,
+                step % STAGES,
+                row_first,
+                row_end,
+                offs_n,
+                seqlen_k <= BLOCK_N,
+                PARTS_V,
+            )
         for n in gl.static_range(PARTS_V):
             # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
             part = gl.where(inv_row_sum[:, None] == 0.0, 0.0, acc[n] * inv_row_sum[:, None])

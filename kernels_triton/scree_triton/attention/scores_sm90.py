@@ -223,23 +223,25 @@ def zero_tokens(ring, slot, is_zeroed, PARTS: gl.constexpr):
     for n in gl.static_range(PARTS):
         tile = as_matrix(ring.index(slot * PARTS + n))
         x = tile.load(LAYOUT)
-        tile.store(gl.where(is_zeroed, gl.zeros_like(x), x))
+        tile.store(gl.where(is_zeroed, 0.0, x).to(x.dtype))
     fence_async_shared()
 
 
 @gluon.jit
-def isolate_rows(acc, weights, ring, slot, first, end, offs, PARTS: gl.constexpr):
+def isolate_rows(acc, weights, ring, slot, first, end, offs, is_group, PARTS: gl.constexpr):
     """Recompute weights @ b where a number of b that is not finite reached the results of other rows.
 
     b is in a slot of a ring, and is changed there. A weight of 0 does not suffice, as 0 * inf is
-    NaN. Rows that have such a number themselves keep their results.
+    NaN. Rows that have such a number themselves keep their results. Unless `is_group`, the tile has
+    no other rows.
     """
     nan_count = 0
     for n in gl.static_range(PARTS):
         nan_count += gl.max(gl.max((acc[n] != acc[n]).to(gl.int32), 1), 0)
-    if nan_count > 0:
+    if (nan_count > 0) & is_group:
         LAYOUT_ACC: gl.constexpr = acc[0].type.layout
-        not_finite = find_infinite_tokens(ring, slot, offs.type.layout, PARTS)
+        LAYOUT_OFFS: gl.constexpr = offs.type.layout
+        not_finite = find_infinite_tokens(ring, slot, LAYOUT_OFFS, PARTS)
         zero_tokens(ring, slot, not_finite, PARTS)
         keeps = gl.max(gl.where(is_in_row(offs, first, end), not_finite[None, :], 0), 1)
         keeps = gl.convert_layout(keeps, gl.SliceLayout(1, LAYOUT_ACC))[:, None] > 0
