@@ -104,7 +104,7 @@ CAUSAL = dict(
     same_offsets=True,
     tf32=False,
     small_batch=False,
-    short_rows=False,
+    many_short_rows=False,
 )
 
 
@@ -131,9 +131,10 @@ CAUSAL = dict(
                 dict(alibi=True),
                 dict(has_left=True, softcap=True, alibi=True),
                 dict(same_offsets=False),
-                dict(short_rows=True),
+                dict(same_offsets=False, many_short_rows=True),
             )
         ),
+        (torch.bfloat16, (96, 96), dict(many_short_rows=True), "Sm90MixedConfig"),
         *(
             (torch.float16, dims, {}, "PortableConfig")
             for dims in ((16, 16), (64, 16), (16, 64), (28, 28))
@@ -191,18 +192,21 @@ def test_arguments_match_kernel_parameters(name):
 
 
 def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
-    """Few rows with a known short bound are a small batch; rows short on average share tiles."""
+    """Few rows with a known short bound are a small batch; many short rows share tiles."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
     monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2:])
+    monkeypatch.setattr(launch_configs, "MERGED_MEAN_SEQLEN", 20)
+    monkeypatch.setattr(launch_configs, "MANY_ROWS", 100)
     spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
-    mean = launch_configs.MERGED_MEAN_SEQLEN
     for heads, rows, tokens, max_seqlen, expected in (
-        (1, 1, 40, 40, (True, True)),
+        (1, 1, 40, 40, (True, False)),
         (1, 1, 40, UNBOUNDED, (False, False)),
         (1, 1, 40, 1601, (False, False)),
-        (2000, 1, 40, 40, (False, True)),
-        (1, 2, 2 * mean, 1600, (True, True)),
-        (1, 2, 2 * mean + 1, 1600, (True, False)),
+        (2000, 1, 40, 40, (False, False)),
+        (50, 2, 40, 40, (True, True)),
+        (50, 2, 41, 41, (True, False)),
+        (49, 2, 40, 40, (True, False)),
+        (2000, 2, 40, 40, (False, True)),
     ):
         cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
         layout = VarlenLayout(cu, cu, None, max_seqlen)
@@ -312,8 +316,8 @@ def test_schedule_tiles_covers_all_tokens_longest_first(
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))
 
 
-def merged_rows(lengths):
-    """Return offset and length of the groups of rows, by a loop over the rows."""
+def merge_rows(lengths):
+    """Return offset and length of the groups of rows up to 64 tokens, by a loop over the rows."""
     groups, offset = [], 0
     for row, length in enumerate(lengths):
         if row % 64 > 0 and groups[-1][1] + length <= 64:
@@ -321,7 +325,7 @@ def merged_rows(lengths):
         else:
             groups.append([offset, length])
         offset += length
-    return [(start, length) for start, length in groups if length > 0]
+    return [(start, length) for start, length in groups if 0 < length <= 64]
 
 
 @pytest.mark.parametrize(
@@ -330,38 +334,34 @@ def merged_rows(lengths):
         ((300, 0, 64, 1, 129, 0, 0, 20, 44, 1), 0),
         ((1,) * 200, 7),
         ((0, 0), 65),
-        (tuple(random.Random(1).choices(range(40), k=700)), 3),
+        (tuple(random.Random(1).choices(range(40), k=3000)), 3),
         ((0, 63, 1, 65, 64, 0, 64, 64), 0),
     ],
     ids=["mixed", "ones", "empty", "short", "limits"],
 )
 @pytest.mark.parametrize("max_counted", [2048, 0])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_schedule_tiles_merge_rows_shares_tiles(lengths, slack, max_counted, kernels, monkeypatch):
-    """Adjacent rows share tiles as far as they fit, and the bounds of every token's row are right."""
+def test_schedule_tiles_short_rows_share_tiles(lengths, slack, max_counted, kernels, monkeypatch):
+    """One schedule has the rows up to 64 tokens and the tail, the other one the longer rows."""
     monkeypatch.setattr(tile_scheduler, "MAX_COUNTED_SLOTS", max_counted)
-    cu = offsets(lengths, DEVICE)
-    total = sum(lengths) + slack
-    run = schedule_tiles if kernels else tile_scheduler._schedule_by_rows
-    tiles = run(cu, cu, total, 64, UNBOUNDED, 0, True)
-    count = int(tiles[0, 0])
-    groups = merged_rows(lengths)
-    if not kernels:
-        groups = [(a, b - a) for a, b in itertools.pairwise(cu.tolist()) if a < b]
-    entries = tiles[1 : count + 1].tolist()
-    assert len(entries) == count
-    assert {(*entry[:5],) for entry in entries} == {
-        (start, length, *attended, first)
-        for start, length, attended in (
-            *((*group, group) for group in groups),
-            (sum(lengths), slack, (0, 0)),
-        )
-        for first in range(0, length, 64)
-    }
-    bounds = tiles.flatten()[int(tiles[0, 1]) :][: 2 * total].reshape(2, total).tolist()
-    rows = [*itertools.pairwise(cu.tolist()), (sum(lengths), total)]
+    cu, total = offsets(lengths, DEVICE), sum(lengths) + slack
+    schedule = schedule_tiles if kernels else tile_scheduler._schedule_by_rows
+    spans = [*itertools.pairwise(cu.tolist())]
+    rows = [(start, end - start) for start, end in spans]
+    short = merge_rows(lengths) if kernels else [row for row in rows if 0 < row[1] <= 64]
+    merged = schedule(cu, cu, total, 64, UNBOUNDED, 0, 0, True)
+    others = schedule(cu, cu, total, 128, UNBOUNDED, 0, 65)
+    tail = [(sum(lengths), slack, 0, 0, first) for first in range(0, slack, 64)]
+    for tiles, expected in (
+        (merged, [*((*row, *row, 0) for row in short), *tail]),
+        (others, [(*row, *row, i) for row in rows if row[1] > 64 for i in range(0, row[1], 128)]),
+    ):
+        count = int(tiles[0, 0])
+        assert sorted((*entry[:5],) for entry in tiles[1 : count + 1].tolist()) == sorted(expected)
+    bounds = merged.flatten()[int(merged[0, 1]) :][: 2 * total].reshape(2, total).tolist()
+    spans.append((sum(lengths), total))
     assert bounds == [
-        [row[side] for row in rows for _ in range(row[1] - row[0])] for side in range(2)
+        [span[side] for span in spans for _ in range(span[0], span[1])] for side in range(2)
     ]
 
 

@@ -221,7 +221,6 @@ def _dq_step(
     diagonal,
     row_first,
     row_end,
-    is_group,
     window_left,
     offs_n,
     scale,
@@ -260,7 +259,7 @@ def _dq_step(
     ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
     if MERGED:
-        dq = isolate_rows(dq, ds, k_smem, stage, row_first, row_end, offs_n, is_group, PARTS)
+        dq = isolate_rows(dq, ds, k_smem, stage, row_first, row_end, offs_n, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
@@ -393,8 +392,6 @@ def _dq_consumer(
             CAUSAL,
             WINDOW,
         )
-        if MERGED:
-            full_blocks = gl.minimum(full_blocks, wg_n_block_max - 1)
         # Blocks before `window_mask_end` begin before the first key of some query.
         window_mask_end = 0
         if WINDOW:
@@ -420,13 +417,12 @@ def _dq_consumer(
                 diagonal - n_block * BLOCK_N,
                 row_first - n_block * BLOCK_N,
                 row_end - n_block * BLOCK_N,
-                seqlen_k <= BLOCK_N,
                 window_left,
                 offs_n,
                 scale,
                 softcap,
                 slope,
-                (n_block >= full_blocks) | (n_block < window_mask_end),
+                MERGED | (n_block >= full_blocks) | (n_block < window_mask_end),
                 MERGED,
                 WINDOW,
                 SOFTCAP,
@@ -969,7 +965,6 @@ def _dkdv_step(
     diagonal,
     row_first,
     row_end,
-    is_group,
     remaining_q,
     window_left,
     window_right,
@@ -1024,7 +1019,7 @@ def _dkdv_step(
     if MERGED:
         if HAS_DK:
             dp = warpgroup_mma_wait(0, deps=(dp,))
-        if (gl.max(infinite, 0) > 0) & is_group:
+        if gl.max(infinite, 0) > 0:
             # Such a query adds NaN to its own row, and nothing to other rows.
             is_infinite = infinite[None, :] > 0
             p = gl.where(is_infinite & is_in_row(offs_m, row_first, row_end), float("nan"), p)
@@ -1133,10 +1128,9 @@ def _dkdv_consumer(
         diagonal = (
             wg_start_n + (seqlen_q - seqlen_k) + gl.arange(0, WG_N, gl.SliceLayout(1, LAYOUT_S))
         )
-        row_first, row_end, is_group = diagonal, diagonal, False
+        row_first, row_end = diagonal, diagonal
         if MERGED:
             row_first, row_end = load_row_bounds(TILES, total_q, k_offset, diagonal, seqlen_k)
-            is_group = seqlen_k <= WG_N
         wg_m_block_min = m_block_min
         wg_m_block_max = m_block_max
         if SKIP_BLOCKS:
@@ -1199,7 +1193,6 @@ def _dkdv_consumer(
                         diagonal - m_block * BLOCK_M,
                         row_first - m_block * BLOCK_M,
                         row_end - m_block * BLOCK_M,
-                        is_group,
                         seqlen_q - m_block * BLOCK_M,
                         window_left,
                         window_right,
@@ -1207,7 +1200,7 @@ def _dkdv_consumer(
                         scale,
                         softcap,
                         slope,
-                        (m_block < full_m_block_min) | (m_block >= full_m_block_max) | is_group,
+                        MERGED | (m_block < full_m_block_min) | (m_block >= full_m_block_max),
                         MERGED,
                         WINDOW,
                         SOFTCAP,
@@ -1243,7 +1236,6 @@ def _dkdv_consumer(
                             diagonal - m_block * BLOCK_M,
                             row_first,
                             row_end,
-                            is_group,
                             seqlen_q,
                             window_left,
                             window_right,
@@ -1282,7 +1274,6 @@ def _dkdv_consumer(
                         diagonal,
                         row_first,
                         row_end,
-                        is_group,
                         seqlen_q,
                         window_left,
                         window_right,

@@ -405,16 +405,15 @@ def _forward_consumer(
             WINDOW,
         )
         if MERGED:
-            first_n = (n_block_max - 1) * BLOCK_N
-            scores = gl.where(
-                is_in_row(offs_n, row_first - first_n, row_end - first_n), scores, -float("inf")
-            )
+            scores = gl.where(is_in_row(offs_n, row_first, row_end), scores, -float("inf"))
         row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
         p = gl.exp2(scores * factor - row_max[:, None])
         row_sum = partial_row_sums(p)
         acc = zero_accumulators(WG_M, PARTS_V, LAYOUT_O)
         step += 1
-        if WINDOW:
+        if MERGED:
+            pass  # the tile has one block of keys
+        elif WINDOW:
             # Blocks before `window_mask_end` begin before the first key of some query. One loop
             # over all blocks takes fewer registers.
             window_mask_end = gl.cdiv(
@@ -532,15 +531,7 @@ def _forward_consumer(
         acc = wait_mma(0, acc, p_operand, PARTS_V)
         if MERGED:
             acc = isolate_rows(
-                acc,
-                p_operand,
-                v_smem,
-                step % STAGES,
-                row_first,
-                row_end,
-                offs_n,
-                seqlen_k <= BLOCK_N,
-                PARTS_V,
+                acc, p_operand, v_smem, step % STAGES, row_first, row_end, offs_n, PARTS_V
             )
         for n in gl.static_range(PARTS_V):
             # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.

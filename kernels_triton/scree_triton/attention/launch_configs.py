@@ -42,7 +42,9 @@ from .arguments import (
 )
 from .tile_configs import (
     FEW_QUERIES,
+    MANY_ROWS,
     MERGED_MEAN_SEQLEN,
+    MERGED_SEQLEN,
     SHORT_SEQLEN,
     SM90_MERGED_TILES,
     SM90_SMALL_BATCH_TILES,
@@ -74,6 +76,18 @@ class AttentionSpec(NamedTuple):
     softcap: float
 
 
+class Rows(NamedTuple):
+    """The rows that a launch config processes, see `schedule_tiles`."""
+
+    min_length: int = 0
+    merged: bool = False
+
+
+#: Short rows, and the other rows, of a batch whose short rows share tiles.
+SHORT_ROWS, OTHER_ROWS = Rows(merged=True), Rows(min_length=MERGED_SEQLEN + 1)
+ALL_ROWS = Rows()
+
+
 class VarlenLayout(NamedTuple):
     """The rows of queries and keys.
 
@@ -94,33 +108,33 @@ class VarlenLayout(NamedTuple):
     max_seqlen: int = UNBOUNDED
 
     def query_key(
-        self, total_q: int, block_m: int, spec: AttentionSpec, merge_rows: bool = False
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
     ) -> tuple:
         """Return the key of a schedule of query tiles in the cache."""
-        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], merge_rows
+        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], *rows
 
     def key_key(
-        self, total_k: int, block_n: int, spec: AttentionSpec, merge_rows: bool = False
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
     ) -> tuple:
         """Return the key of a schedule of key tiles in the cache.
 
         For keys, the left and right sides of the window are swapped.
         """
-        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], merge_rows
+        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], *rows
 
     def query_tiles(
-        self, total_q: int, block_m: int, spec: AttentionSpec, merge_rows: bool
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        key = self.query_key(total_q, block_m, spec, merge_rows)
+        key = self.query_key(total_q, block_m, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
 
     def key_tiles(
-        self, total_k: int, block_n: int, spec: AttentionSpec, merge_rows: bool
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
         """Return the schedule of key tiles."""
-        key = self.key_key(total_k, block_n, spec, merge_rows)
+        key = self.key_key(total_k, block_n, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
 
@@ -208,6 +222,7 @@ def _config_key(
     total_q, heads, head_dim = q.shape
     total_k, k_heads, head_dim_v = v.shape
     has_tokens = total_q > 0 and total_k > 0
+    num_rows = layout.cu_seqlens_q.shape[0] - 1
     return (
         q.device,
         q.dtype,
@@ -227,8 +242,7 @@ def _config_key(
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
-        layout.max_seqlen <= SHORT_SEQLEN
-        and total_q <= MERGED_MEAN_SEQLEN * (layout.cu_seqlens_q.shape[0] - 1),
+        total_q <= MERGED_MEAN_SEQLEN * num_rows and num_rows * heads >= MANY_ROWS,
     )
 
 
@@ -255,7 +269,7 @@ def select_config(
     same_offsets: bool,
     tf32: bool,
     small_batch: bool,
-    short_rows: bool,
+    many_short_rows: bool,
 ) -> "LaunchConfig":
     """Return a new launch config of the fastest kernels that can serve the call."""
     q, _, v = layouts
@@ -269,11 +283,12 @@ def select_config(
         )
     )
     if sm90 and half:
-        merge_rows = same_offsets and short_rows
-        return Sm90Config(
-            *(device, dtype, layouts, causal, window, softcap, alibi),
-            *(same_offsets, small_batch, merge_rows),
-        )
+        options = causal, window, softcap, alibi, same_offsets, small_batch
+        if many_short_rows and same_offsets:
+            return Sm90MixedConfig(
+                *(Sm90Config(device, dtype, layouts, *options, x) for x in (SHORT_ROWS, OTHER_ROWS))
+            )
+        return Sm90Config(device, dtype, layouts, *options)
     if sm90 and not tf32:
         return Bf16x3Config(device, layouts, causal, window, softcap, alibi)
     return PortableConfig(device, dtype, layouts, has_left, has_right, softcap, alibi, tf32)
@@ -325,11 +340,7 @@ def _head_parts(head_dim: int) -> tuple[int, int]:
 
 
 def _sm90_tiles(
-    itemsize: int,
-    head_dim: int,
-    head_dim_v: int,
-    small_batch: bool = False,
-    merge_rows: bool = False,
+    itemsize: int, head_dim: int, head_dim_v: int, small_batch: bool = False, merged: bool = False
 ) -> Sm90Tiles | None:
     """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
     if itemsize == 4:
@@ -337,7 +348,7 @@ def _sm90_tiles(
     width, width_v = (prod(_head_parts(x)) for x in (head_dim, head_dim_v))
     if min(width, width_v) < 32:
         return None
-    if merge_rows:
+    if merged:
         return SM90_MERGED_TILES[max(width, width_v)]
     tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
         (itemsize, max(width, width_v))
@@ -389,8 +400,7 @@ class LaunchConfig:
 
     #: The maximum number of CTAs; persistent CTAs take one tile after another.
     max_ctas = sys.maxsize
-    #: Whether short rows share tiles.
-    merge_rows = False
+    rows = ALL_ROWS
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layouts: tuple[HeadLayout, ...]):
         self.device, self.dtype = device, dtype
@@ -410,7 +420,7 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of query tiles and the number of CTAs."""
         bound = max_tiles(total_q, layout.cu_seqlens_q.shape[0] - 1, block_m) * self.heads
-        tiles = layout.query_tiles(total_q, block_m, spec, self.merge_rows)
+        tiles = layout.query_tiles(total_q, block_m, spec, self.rows)
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _key_tiles(
@@ -423,7 +433,7 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of key tiles and the number of CTAs."""
         bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * self.k_heads
-        tiles = layout.key_tiles(total_k, block_n, spec, self.merge_rows)
+        tiles = layout.key_tiles(total_k, block_n, spec, self.rows)
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _head_counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
@@ -736,7 +746,7 @@ class Sm90Config(LaunchConfig):
         alibi: bool,
         same_offsets: bool,
         small_batch: bool,
-        merge_rows: bool,
+        rows: Rows = ALL_ROWS,
     ):
         from ..sm90 import pipeline
         from . import backward_sm90, forward_sm90
@@ -749,8 +759,8 @@ class Sm90Config(LaunchConfig):
         window = window or softcap or alibi
         causal = causal and not window
         self.counter = pipeline.tile_counter
-        self.merge_rows = merge_rows
-        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch, merge_rows)
+        self.rows = rows
+        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch, rows.merged)
         self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
@@ -773,7 +783,7 @@ class Sm90Config(LaunchConfig):
                 STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
-                MERGED=merge_rows,
+                MERGED=rows.merged,
                 **features,
             ),
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
@@ -792,7 +802,7 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     Q_STAGES=own_stages,
                     CONSUMERS=m // 64,
-                    MERGED=merge_rows,
+                    MERGED=rows.merged,
                     **features,
                     HAS_DLSE=x,
                 ),
@@ -818,9 +828,9 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     K_STAGES=own_stages,
                     CONSUMERS=n // 64,
-                    MERGED=merge_rows,
+                    MERGED=rows.merged,
                     **features,
-                    KV_IN_REGISTERS=width == 64 and causal and not merge_rows,
+                    KV_IN_REGISTERS=width == 64 and causal and not rows.merged,
                     SKIP_BLOCKS=width != 128,
                 ),
                 dict(
@@ -945,6 +955,40 @@ class Sm90Config(LaunchConfig):
                 )
                 for launch in dkdv_launches:
                     launch(dkdv_ctas, args)
+
+            return run
+
+        return prepare
+
+
+class Sm90MixedConfig(LaunchConfig):
+    """Launch config of two launches per kernel: short rows, which share tiles, and other rows."""
+
+    def __init__(self, short: Sm90Config, other: Sm90Config):
+        super().__init__(short.device, short.dtype, (short.q, short.k, short.v))
+        self.short, self.other = short, other
+        self._reads_in_place = other._reads_in_place
+
+    def _forward(self, layout, total_q, spec):
+        short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+
+        def run(*args):
+            other(*args)
+            short(*args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        prepare_short, prepare_other = (
+            x._backward(layout, total_q, total_k, spec) for x in (self.short, self.other)
+        )
+
+        def prepare(*strides):
+            short, other = prepare_short(*strides), prepare_other(*strides)
+
+            def run(*args):
+                other(*args)
+                short(*args)
 
             return run
 

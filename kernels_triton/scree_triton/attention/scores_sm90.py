@@ -13,9 +13,8 @@ SOFTCAP
     `softcap` includes the factor log2(e); otherwise `scale` includes that factor.
 
 MERGED
-    A tile may hold several adjacent rows of self-attention, all in full. Then each query attends
-    keys of its own row only, and no number that is not finite reaches another row. Queries and keys
-    have the same offsets.
+    A tile holds one or more adjacent rows of self-attention in full. Each query attends keys of its
+    own row only, and no number that is not finite reaches another row.
 
 Without WINDOW, the loops over blocks are split by whether a block needs a mask. With WINDOW, one
 loop tests each block, which takes fewer registers. ALIBI and SOFTCAP are compiled only together
@@ -228,17 +227,16 @@ def zero_tokens(ring, slot, is_zeroed, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def isolate_rows(acc, weights, ring, slot, first, end, offs, is_group, PARTS: gl.constexpr):
+def isolate_rows(acc, weights, ring, slot, first, end, offs, PARTS: gl.constexpr):
     """Recompute weights @ b where a number of b that is not finite reached the results of other rows.
 
     b is in a slot of a ring, and is changed there. A weight of 0 does not suffice, as 0 * inf is
-    NaN. Rows that have such a number themselves keep their results. Unless `is_group`, the tile has
-    no other rows.
+    NaN. Rows that have such a number themselves keep their results.
     """
     nan_count = 0
     for n in gl.static_range(PARTS):
         nan_count += gl.max(gl.max((acc[n] != acc[n]).to(gl.int32), 1), 0)
-    if (nan_count > 0) & is_group:
+    if nan_count > 0:
         LAYOUT_ACC: gl.constexpr = acc[0].type.layout
         LAYOUT_OFFS: gl.constexpr = offs.type.layout
         not_finite = find_infinite_tokens(ring, slot, LAYOUT_OFFS, PARTS)

@@ -76,10 +76,12 @@ SM90_SMALL_BATCH_TILES = {
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
 }
 
-#: Adjacent rows share tiles if the mean row has at most this many tokens, and the longest is known
-#: to have at most SHORT_SEQLEN. Only rows of self-attention do.
-MERGED_MEAN_SEQLEN = 48
-#: By the wider padded head_dim, half precision. Queries and keys of a tile are equally many.
+#: Rows of self-attention with at most MERGED_SEQLEN tokens share tiles, if the mean row has at most
+#: MERGED_MEAN_SEQLEN tokens, and all heads together have at least MANY_ROWS rows. They take launches
+#: of their own.
+MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS = 64, 128, 2048
+#: By the wider padded head_dim, half precision. Tiles of rows that share them have MERGED_SEQLEN
+#: queries or keys.
 SM90_MERGED_TILES = {
     32: _sm90((64, 64, 3, 2, 3), (64, 64, 2, 2, 3), (64, 64, 2, 2, 3)),
     64: _sm90((64, 64, 3, 2, 3), (64, 64, 2, 2, 3), (64, 64, 2, 2, 2)),

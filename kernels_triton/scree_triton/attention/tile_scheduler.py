@@ -13,9 +13,10 @@ on the host. Each tile has a slot below that bound:
 The tail, the tokens after the last row, is scheduled as row ``n`` without keys. So the kernels write
 zeros there.
 
-With `merge_rows`, adjacent rows that fit into one tile share it. The first row of such a group is
-scheduled with the tokens of the whole group, the other rows have no tiles. The kernels then need the
-bounds of each token's row, which are in the schedule after the entries.
+A batch can have two schedules: one with the rows from `min_length` tokens on, and one that merges
+the other rows. There, adjacent rows that fit into one tile share it. The first row of such a group
+is scheduled with the tokens of the whole group, the other rows have no tiles. The kernels then need
+the bounds of each token's row, which are in the schedule after the entries.
 """
 
 import torch
@@ -81,6 +82,7 @@ def _sort_key(
     search_steps,
     window_left,
     window_right,
+    min_length,
     TILE_SIZE: tl.constexpr,
     MERGED: tl.constexpr,
 ):
@@ -102,7 +104,8 @@ def _sort_key(
     end_key = tl.minimum(end_key, attended_length)
     work = tl.minimum(tl.maximum(end_key - first_key, 0) // 32 + 1, _MAX_WORK).to(tl.int64)
     key = ((work << _ROW_BITS | row.to(tl.int64)) << _INDEX_BITS) | index
-    return tl.where((index * TILE_SIZE < length) & (slot < slots), key, 0)
+    is_scheduled = (min_length == 0) | ((length >= min_length) & (row < n))
+    return tl.where((index * TILE_SIZE < length) & (slot < slots) & is_scheduled, key, 0)
 
 
 @triton.jit
@@ -133,7 +136,10 @@ def _store_entries(
 
 
 @triton.jit(
-    do_not_specialize=("n", "total", "slots", "search_steps", "window_left", "window_right")
+    do_not_specialize=(
+        *("n", "total", "slots", "search_steps"),
+        *("window_left", "window_right", "min_length"),
+    )
 )
 def _attention_schedule_kernel(
     OFFSETS,
@@ -145,6 +151,7 @@ def _attention_schedule_kernel(
     search_steps,
     window_left,
     window_right,
+    min_length,
     TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -166,6 +173,7 @@ def _attention_schedule_kernel(
         search_steps,
         window_left,
         window_right,
+        min_length,
         TILE_SIZE,
         MERGED,
     )
@@ -182,6 +190,7 @@ def _attention_schedule_kernel(
             search_steps,
             window_left,
             window_right,
+            min_length,
             TILE_SIZE,
             MERGED,
         )
@@ -192,7 +201,10 @@ def _attention_schedule_kernel(
 
 
 @triton.jit(
-    do_not_specialize=("n", "total", "slots", "search_steps", "window_left", "window_right")
+    do_not_specialize=(
+        *("n", "total", "slots", "search_steps"),
+        *("window_left", "window_right", "min_length"),
+    )
 )
 def _attention_sort_key_kernel(
     OFFSETS,
@@ -204,6 +216,7 @@ def _attention_sort_key_kernel(
     search_steps,
     window_left,
     window_right,
+    min_length,
     TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     MERGED: tl.constexpr,
@@ -220,6 +233,7 @@ def _attention_sort_key_kernel(
         search_steps,
         window_left,
         window_right,
+        min_length,
         TILE_SIZE,
         MERGED,
     )
@@ -262,7 +276,7 @@ def _attention_group_kernel(
     ROWS_PER_THREAD: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Merge adjacent rows into groups of at most TILE_SIZE tokens; a longer row is a group alone.
+    """Merge adjacent rows into groups of at most TILE_SIZE tokens, without longer rows.
 
     Store the end of the group that a row begins, and the row's own offset if it begins none. The
     tail ends at the last token.
@@ -277,8 +291,9 @@ def _attention_group_kernel(
         joins = (end - group_start <= TILE_SIZE) & (row < n)
         leader = tl.where(joins, leader, row)
         group_start = tl.where(joins, group_start, start)
+        fits = (end - group_start <= TILE_SIZE) | (row == n)
         tl.store(GROUP_ENDS + row, start, mask=row <= n)
-        tl.store(GROUP_ENDS + leader, end, mask=row <= n)
+        tl.store(GROUP_ENDS + leader, end, mask=fits & (row <= n))
         start = end
 
 
@@ -321,9 +336,10 @@ def _schedule_by_rows(
     tile_size: int,
     window_left: int,
     window_right: int,
+    min_length: int = 0,
     merge_rows: bool = False,
 ) -> torch.Tensor:
-    """Return a schedule in the order of the rows, without kernels; it merges no rows."""
+    """Return a schedule in the order of the rows, without kernels; its tiles have one row each."""
     n, device = offsets.shape[0] - 1, offsets.device
     ends = torch.cat([offsets[1:].long(), torch.full((1,), total, device=device)])
     lengths = ends - offsets
@@ -331,7 +347,14 @@ def _schedule_by_rows(
     attended_begins, attended_lengths = (
         torch.nn.functional.pad(x, (0, 1)) for x in (begins, attended_ends - begins)
     )
-    last_tiles = ((lengths + tile_size - 1) // tile_size).cumsum(0)
+    scheduled = lengths
+    if min_length > 0:
+        scheduled = lengths * (lengths >= min_length)
+        scheduled[-1] = 0
+    if merge_rows:
+        scheduled = lengths * (lengths <= tile_size)
+        scheduled[-1] = lengths[-1]
+    last_tiles = ((scheduled + tile_size - 1) // tile_size).cumsum(0)
     tile = torch.arange(max_tiles(total, n, tile_size), device=device)
     row = torch.searchsorted(last_tiles, tile, right=True).clamp(max=n)
     first_tile = torch.nn.functional.pad(last_tiles, (1, 0))[row]
@@ -360,6 +383,7 @@ def schedule_tiles(
     tile_size: int,
     window_left: int,
     window_right: int,
+    min_length: int = 0,
     merge_rows: bool = False,
 ) -> torch.Tensor:
     """Cut the rows of `offsets` into tiles, ordered by falling work.
@@ -380,20 +404,27 @@ def schedule_tiles(
         Tokens per tile.
     window_left, window_right
         The window, `UNBOUNDED` for a side without limit.
+    min_length
+        Rows with fewer tokens have no tiles. If it is not 0, the tail has none either.
     merge_rows
-        Whether adjacent rows share a tile that holds them all. `attended_offsets` are then the
-        `offsets`.
+        Whether adjacent rows share a tile that holds them all. Rows longer than a tile then have no
+        tiles, and `attended_offsets` are the `offsets`.
 
     Returns
     -------
     torch.Tensor
         int32, shape ``(max_tiles(total, n, tile_size) + 1, FIELDS)``. Field 0 of entry 0 is the
-        number of tiles. Each further entry holds a tile's row offset and row length, the offset and length of the attended row,
-        and the tile's first token within its row. With `merge_rows`, a row may be a group of rows,
-        and field 1 of entry 0 is the position of 2 * total further numbers: for each token the
-        first token of its row, then for each token the end of its row.
+        number of tiles. Each further entry holds a tile's row offset and row length, the offset and
+        length of the attended row, and the tile's first token within its row.
+
+        With `merge_rows`, an entry has a group of rows instead of a row, and there are 2 * total
+        more numbers: for each token the first token of its row, then for each token the end of its
+        row. Field 1 of entry 0 is their position.
     """
-    arguments = offsets, attended_offsets, total, tile_size, window_left, window_right, merge_rows
+    arguments = (
+        *(offsets, attended_offsets, total, tile_size),
+        *(window_left, window_right, min_length, merge_rows),
+    )
     if offsets.device in _failures:
         raise KernelUnavailableError(_failures[offsets.device])
     try:
@@ -410,6 +441,7 @@ def _schedule_tiles(
     tile_size: int,
     window_left: int,
     window_right: int,
+    min_length: int,
     merge_rows: bool,
 ) -> torch.Tensor:
     n = offsets.shape[0] - 1
@@ -443,6 +475,7 @@ def _schedule_tiles(
             search_steps,
             window_left,
             window_right,
+            min_length,
             TILE_SIZE=tile_size,
             CHUNK=_COUNTED_CHUNK,
             FIELDS=FIELDS,
@@ -461,6 +494,7 @@ def _schedule_tiles(
         search_steps,
         window_left,
         window_right,
+        min_length,
         TILE_SIZE=tile_size,
         CHUNK=_CHUNK,
         MERGED=merge_rows,
