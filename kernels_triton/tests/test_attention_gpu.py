@@ -267,8 +267,8 @@ def test_few_short_rows(case):
     ids=lambda c: c.name,
 )
 def test_rows_share_tiles(case, share_tiles):
-    """Adjacent rows share a tile if the rows are short on average."""
-    check(case)
+    """Adjacent rows share a tile if the rows are short on average and a bound is known."""
+    check(case, max_length=1000)
 
 
 @pytest.mark.skipif(
@@ -308,16 +308,16 @@ def test_public_call(dtype, dim, options, bound):
     check_public_call("cuda", dtype, dim, options, bound)
 
 
-def check_isolation(case, poisoned_names, rows):
+def check_isolation(case, poisoned_names, rows, max_length=None):
     """Check that NaN and infinity in a row change no bit of the other rows."""
     p = problem(case, "cuda")
-    clean = run(case, p)
+    clean = run(case, p, max_length)
     start = p.cu_q.tolist()
     for row, number in zip(rows, (math.nan, math.inf)):
         poisoned = p._replace(**{name: getattr(p, name).clone() for name in poisoned_names})
         for name in poisoned_names:
             getattr(poisoned, name)[start[row] : start[row + 1]] = number
-        results = run(case, poisoned)
+        results = run(case, poisoned, max_length)
         for x, y in zip(clean, results):
             assert torch.equal(x[: start[row]], y[: start[row]]) and torch.equal(
                 x[start[row + 1] :], y[start[row + 1] :]
@@ -338,7 +338,7 @@ def test_rows_do_not_leak(dtype, dim, causal):
 @pytest.mark.parametrize("names", ["q", "k", "v", "dout", "dlse", "q k v dout dlse"])
 def test_rows_that_share_a_tile_do_not_leak(names, dim, softcap, share_tiles):
     case = Case(bf16, dim, dim, 2, 1, SHORT, causal=dim != 64, softcap=softcap)
-    check_isolation(case, names.split(), (3, 11))
+    check_isolation(case, names.split(), (3, 11), max_length=1000)
 
 
 @pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (bf16, 192), (f32, 64)])

@@ -204,6 +204,7 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         (1, 1, 40, 1601, (False, False)),
         (2000, 1, 40, 40, (False, False)),
         (50, 2, 40, 40, (True, True)),
+        (50, 2, 40, UNBOUNDED, (False, False)),
         (50, 2, 41, 41, (True, False)),
         (49, 2, 40, 40, (True, False)),
         (2000, 2, 40, 40, (False, True)),

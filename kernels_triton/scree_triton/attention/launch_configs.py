@@ -242,7 +242,9 @@ def _config_key(
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
-        total_q <= MERGED_MEAN_SEQLEN * num_rows and num_rows * heads >= MANY_ROWS,
+        layout.max_seqlen < UNBOUNDED
+        and total_q <= MERGED_MEAN_SEQLEN * num_rows
+        and num_rows * heads >= MANY_ROWS,
     )
 
 
