@@ -6,7 +6,6 @@ they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 
 import importlib
 import inspect
-import itertools
 import os
 import random
 
@@ -131,7 +130,6 @@ CAUSAL = dict(
                 dict(alibi=True),
                 dict(has_left=True, softcap=True, alibi=True),
                 dict(same_offsets=False),
-                dict(same_offsets=False, many_short_rows=True),
             )
         ),
         (torch.bfloat16, (96, 96), dict(many_short_rows=True), "Sm90MixedConfig"),
@@ -317,16 +315,19 @@ def test_schedule_tiles_covers_all_tokens_longest_first(
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))
 
 
-def merge_rows(lengths):
-    """Return offset and length of the groups of rows up to 64 tokens, by a loop over the rows."""
-    groups, offset = [], 0
-    for row, length in enumerate(lengths):
-        if row % 64 > 0 and groups[-1][1] + length <= 64:
+def merge_rows(rows):
+    """Return the groups of rows that share a tile of 64 tokens and attended tokens, by a loop.
+
+    `rows` holds offset, length, offset of the attended row and its length.
+    """
+    groups = []
+    for i, (start, length, attended, attended_length) in enumerate(rows):
+        if i % 64 > 0 and max(groups[-1][1] + length, groups[-1][3] + attended_length) <= 64:
             groups[-1][1] += length
+            groups[-1][3] += attended_length
         else:
-            groups.append([offset, length])
-        offset += length
-    return [(start, length) for start, length in groups if 0 < length <= 64]
+            groups.append([start, length, attended, attended_length])
+    return [(*x,) for x in groups if x[1] > 0 and max(x[1], x[3]) <= 64]
 
 
 @pytest.mark.parametrize(
@@ -340,29 +341,38 @@ def merge_rows(lengths):
     ],
     ids=["mixed", "ones", "empty", "short", "limits"],
 )
+@pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("max_counted", [2048, 0])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_schedule_tiles_short_rows_share_tiles(lengths, slack, max_counted, kernels, monkeypatch):
+def test_schedule_tiles_short_rows_share_tiles(
+    lengths, slack, same, max_counted, kernels, monkeypatch
+):
     """One schedule has the rows up to 64 tokens and the tail, the other one the longer rows."""
     monkeypatch.setattr(tile_scheduler, "MAX_COUNTED_SLOTS", max_counted)
-    cu, total = offsets(lengths, DEVICE), sum(lengths) + slack
+    attended_lengths = lengths if same else lengths[::-1]
+    cu, other, total = (
+        offsets(lengths, DEVICE),
+        offsets(attended_lengths, DEVICE),
+        sum(lengths) + slack,
+    )
+    rows = [*zip(cu.tolist(), lengths, other.tolist(), attended_lengths)]
+    short = merge_rows(rows) if kernels else [x for x in rows if x[1] > 0 and max(x[1], x[3]) <= 64]
+    long = [x for x in rows if max(x[1], x[3]) > 64]
+    tail = (sum(lengths), slack, 0, 0)
     schedule = schedule_tiles if kernels else tile_scheduler._schedule_by_rows
-    spans = [*itertools.pairwise(cu.tolist())]
-    rows = [(start, end - start) for start, end in spans]
-    short = merge_rows(lengths) if kernels else [row for row in rows if 0 < row[1] <= 64]
-    merged = schedule(cu, cu, total, 64, UNBOUNDED, 0, 0, True)
-    others = schedule(cu, cu, total, 128, UNBOUNDED, 0, 65)
-    tail = [(sum(lengths), slack, 0, 0, first) for first in range(0, slack, 64)]
-    for tiles, expected in (
-        (merged, [*((*row, *row, 0) for row in short), *tail]),
-        (others, [(*row, *row, i) for row in rows if row[1] > 64 for i in range(0, row[1], 128)]),
+    merged = schedule(cu, other, total, 64, UNBOUNDED, 0, 0, True)
+    for tiles, size, expected in (
+        (merged, 64, [*short, tail]),
+        (schedule(cu, other, total, 128, UNBOUNDED, 0, 65), 128, long),
     ):
+        entries = [(*x, i) for x in expected for i in range(0, x[1], size)]
         count = int(tiles[0, 0])
-        assert sorted((*entry[:5],) for entry in tiles[1 : count + 1].tolist()) == sorted(expected)
-    bounds = merged.flatten()[int(merged[0, 1]) :][: 2 * total].reshape(2, total).tolist()
-    spans.append((sum(lengths), total))
-    assert bounds == [
-        [span[side] for span in spans for _ in range(span[0], span[1])] for side in range(2)
+        assert sorted((*x[:5],) for x in tiles[1 : count + 1].tolist()) == sorted(entries)
+    attended = merged.flatten()[int(merged[0, 1]) :][: 3 * total].reshape(3, total).T
+    assert [*map(tuple, attended.tolist())] == [
+        (first, first + length, first + length - n + i)
+        for _, n, first, length in (*rows, tail)
+        for i in range(n)
     ]
 
 

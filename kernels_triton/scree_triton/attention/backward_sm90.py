@@ -23,7 +23,9 @@ from ..sm90.pipeline import (
     load_tile,
     pdl_launch_dependents,
     pdl_wait,
+    publish_attended,
     publish_tile,
+    receive_attended,
     receive_tile,
     slot_bytes,
     slot_parts,
@@ -46,9 +48,8 @@ from .scores_sm90 import (
     get_m_block_min_max,
     get_n_block_max,
     get_n_block_min,
-    is_in_row,
+    is_between,
     isolate_rows,
-    load_row_bounds,
     score_derivative,
     zero_tokens,
 )
@@ -93,6 +94,9 @@ def dq_producer(
     pdl_wait(step)
     # After pdl_wait: when the next kernel begins, the kernel before this one has ended.
     pdl_launch_dependents(step)
+    MERGED: gl.constexpr = queue.shape[1] > 256
+    if MERGED:
+        attended, total_q = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
     total_tiles = num_tiles * heads
     while tile_id >= 0:
@@ -102,6 +106,11 @@ def dq_producer(
         mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
+            if MERGED:
+                publish_attended(
+                    *(queue.index(work_idx % 2), attended, total_q),
+                    *(q_offset, seqlen_q, start_m, q_full.index(q_stage)),
+                )
             mbarrier.expect(
                 q_full.index(q_stage),
                 CONSUMERS * (slot_bytes(q_smem, PARTS) + slot_bytes(do_smem, PARTS_V)),
@@ -219,8 +228,8 @@ def _dq_step(
     step,
     last_key,
     diagonal,
-    row_first,
-    row_end,
+    first_key,
+    end_key,
     window_left,
     offs_n,
     scale,
@@ -255,11 +264,11 @@ def _dq_step(
         if WINDOW:
             ds = gl.where((diagonal - window_left)[:, None] <= offs_n[None, :], ds, 0.0)
         if MERGED:
-            ds = gl.where(is_in_row(offs_n, row_first, row_end), ds, 0.0)
+            ds = gl.where(is_between(offs_n, first_key, end_key), ds, 0.0)
     ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
     if MERGED:
-        dq = isolate_rows(dq, ds, k_smem, stage, row_first, row_end, offs_n, PARTS)
+        dq = isolate_rows(dq, ds, k_smem, stage, first_key, end_key, offs_n, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
@@ -303,7 +312,6 @@ def _dq_consumer(
         LSE,
         DLSE,
         STATS,
-        TILES,
         stride_om,
         stride_dlsem,
         stride_dlseh,
@@ -360,9 +368,11 @@ def _dq_consumer(
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
         diagonal = offs_m + diagonal_offset
-        row_first, row_end = offs_m, offs_m
+        first_key, end_key = offs_m, offs_m
         if MERGED:
-            row_first, row_end = load_row_bounds(TILES, total_q, q_offset, offs_m, seqlen_q)
+            first_key, end_key, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         # This warp group skips the blocks after its last key; without queries, all blocks.
         n_block_max = get_n_block_max(
@@ -415,8 +425,8 @@ def _dq_consumer(
                 step,
                 last_key - n_block * BLOCK_N,
                 diagonal - n_block * BLOCK_N,
-                row_first - n_block * BLOCK_N,
-                row_end - n_block * BLOCK_N,
+                first_key - n_block * BLOCK_N,
+                end_key - n_block * BLOCK_N,
                 window_left,
                 offs_n,
                 scale,
@@ -512,7 +522,7 @@ def attention_dq_sm90_kernel(
     do_smem = allocate_ring(do_desc, CONSUMERS * Q_STAGES * PARTS_V)
     k_smem = allocate_ring(k_desc, STAGES * PARTS)
     v_smem = allocate_ring(v_desc, STAGES * PARTS_V)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     q_full = allocate_barriers(Q_STAGES, 1)
     q_empty = allocate_barriers(Q_STAGES, CONSUMERS)
     k_full = allocate_barriers(STAGES, 1)
@@ -542,7 +552,6 @@ def attention_dq_sm90_kernel(
         LSE,
         DLSE,
         STATS,
-        TILES,
         stride_om,
         stride_dlsem,
         stride_dlseh,
@@ -843,6 +852,9 @@ def dkdv_producer(
     ) = producer_args
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
+    MERGED: gl.constexpr = queue.shape[1] > 256
+    if MERGED:
+        attended, total_k = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
     total_tiles = num_tiles * (heads // qheads_per_khead)
     tile_id = gl.program_id(0)
@@ -855,6 +867,11 @@ def dkdv_producer(
         mbarrier.wait(k_empty.index(k_stage), ((work_idx // K_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % queue.shape[0]), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
+            if MERGED:
+                publish_attended(
+                    *(queue.index(work_idx % 2), attended, total_k),
+                    *(k_offset, seqlen_k, start_n, k_full.index(k_stage)),
+                )
             mbarrier.expect(
                 k_full.index(k_stage),
                 CONSUMERS * (slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V)),
@@ -963,8 +980,8 @@ def _dkdv_step(
     dv,
     step,
     diagonal,
-    row_first,
-    row_end,
+    first_query,
+    end_query,
     remaining_q,
     window_left,
     window_right,
@@ -1000,8 +1017,9 @@ def _dkdv_step(
     if MERGED:
         mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
         delta = delta_smem.index(stage).load(COLUMN)
-        # delta sums numbers of dout, and lse of q, unless a softcap bounds the scores.
-        is_finite = (gl.abs(lse) < float("inf")) & (gl.abs(delta) < float("inf"))
+        # delta sums numbers of dout, and lse of q, unless a softcap bounds the scores. A query
+        # without a valid key has lse = -inf.
+        is_finite = (lse < float("inf")) & (gl.abs(delta) < float("inf"))
         infinite = gl.where(is_finite, 0, 1)
         if SOFTCAP:
             infinite = gl.maximum(infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS))
@@ -1015,14 +1033,14 @@ def _dkdv_step(
         if WINDOW:
             p = gl.where(offs_m[None, :] <= (diagonal + window_left)[:, None], p, 0.0)
         if MERGED:
-            p = gl.where(is_in_row(offs_m, row_first, row_end), p, 0.0)
+            p = gl.where(is_between(offs_m, first_query, end_query), p, 0.0)
     if MERGED:
         if HAS_DK:
             dp = warpgroup_mma_wait(0, deps=(dp,))
         if gl.max(infinite, 0) > 0:
             # Such a query adds NaN to its own row, and nothing to other rows.
             is_infinite = infinite[None, :] > 0
-            p = gl.where(is_infinite & is_in_row(offs_m, row_first, row_end), float("nan"), p)
+            p = gl.where(is_infinite & is_between(offs_m, first_query, end_query), float("nan"), p)
             capped = gl.where(is_infinite, 0.0, capped)
             zero_tokens(do_smem, stage, infinite, PARTS_V)
             if HAS_DK:
@@ -1104,9 +1122,7 @@ def _dkdv_consumer(
         do_full,
         do_empty,
     ) = smem
-    (DK, DV, SLOPES, TILES, stride_dkn, stride_dvn, total_q, qheads_per_khead, scale, softcap) = (
-        consumer_args
-    )
+    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap = consumer_args
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
@@ -1128,9 +1144,11 @@ def _dkdv_consumer(
         diagonal = (
             wg_start_n + (seqlen_q - seqlen_k) + gl.arange(0, WG_N, gl.SliceLayout(1, LAYOUT_S))
         )
-        row_first, row_end = diagonal, diagonal
+        first_query, end_query = diagonal, diagonal
         if MERGED:
-            row_first, row_end = load_row_bounds(TILES, total_q, k_offset, diagonal, seqlen_k)
+            first_query, end_query, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         wg_m_block_min = m_block_min
         wg_m_block_max = m_block_max
         if SKIP_BLOCKS:
@@ -1191,8 +1209,8 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal - m_block * BLOCK_M,
-                        row_first - m_block * BLOCK_M,
-                        row_end - m_block * BLOCK_M,
+                        first_query - m_block * BLOCK_M,
+                        end_query - m_block * BLOCK_M,
                         seqlen_q - m_block * BLOCK_M,
                         window_left,
                         window_right,
@@ -1234,8 +1252,8 @@ def _dkdv_consumer(
                             dv,
                             step,
                             diagonal - m_block * BLOCK_M,
-                            row_first,
-                            row_end,
+                            first_query,
+                            end_query,
                             seqlen_q,
                             window_left,
                             window_right,
@@ -1272,8 +1290,8 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal,
-                        row_first,
-                        row_end,
+                        first_query,
+                        end_query,
                         seqlen_q,
                         window_left,
                         window_right,
@@ -1388,7 +1406,7 @@ def attention_dkdv_sm90_kernel(
     v_smem = allocate_ring(v_desc, CONSUMERS * K_STAGES * PARTS_V)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     k_full = allocate_barriers(K_STAGES, 1)
     k_empty = allocate_barriers(K_STAGES, CONSUMERS)
     q_full = allocate_barriers(STAGES, 1)
@@ -1428,18 +1446,7 @@ def attention_dkdv_sm90_kernel(
         qheads_per_khead,
         heads_in_l2,
     )
-    consumer_args = (
-        DK,
-        DV,
-        SLOPES,
-        TILES,
-        stride_dkn,
-        stride_dvn,
-        total_q,
-        qheads_per_khead,
-        scale,
-        softcap,
-    )
+    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap
     window_right = 0 if CAUSAL else window_right
     if CONSUMERS == 1:
         gl.warp_specialize(

@@ -31,7 +31,9 @@ from ..sm90.pipeline import (
     pdl_launch_dependents,
     ping_pong_arrive,
     ping_pong_wait,
+    publish_attended,
     publish_tile,
+    receive_attended,
     receive_tile,
     slot_bytes,
     slot_parts,
@@ -50,9 +52,8 @@ from .scores_sm90 import (
     get_key_limits,
     get_n_block_max,
     get_n_block_min,
-    is_in_row,
+    is_between,
     isolate_rows,
-    load_row_bounds,
     mask_scores,
     partial_row_sums,
 )
@@ -108,6 +109,9 @@ def forward_producer(
         qheads_per_khead,
         heads_in_l2,
     ) = producer_args
+    MERGED: gl.constexpr = queue.shape[1] > 256
+    if MERGED:
+        attended, total_q = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
     total_tiles = num_tiles * heads
     tile_id = gl.program_id(0)
@@ -124,6 +128,11 @@ def forward_producer(
         mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
+            if MERGED:
+                publish_attended(
+                    *(queue.index(work_idx % 2), attended, total_q),
+                    *(q_offset, seqlen_q, start_m, q_full.index(q_stage)),
+                )
             start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
             mbarrier.expect(q_full.index(q_stage), CONSUMERS * slot_bytes(q_smem, PARTS_Q))
             for wg in gl.static_range(CONSUMERS):
@@ -325,7 +334,7 @@ def _forward_consumer(
         [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
     )
     q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
-    o_desc, OUT, LSE, SLOPES, TILES, stride_om, total_q, scale, softcap = consumer_args
+    o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap = consumer_args
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
@@ -346,7 +355,9 @@ def _forward_consumer(
         diagonal = offs_m + diagonal_offset
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         if MERGED:
-            row_first, row_end = load_row_bounds(TILES, total_q, q_offset, offs_m, seqlen_q)
+            first_key, end_key, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         n_block_min = get_n_block_min(
             start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
         )
@@ -405,7 +416,7 @@ def _forward_consumer(
             WINDOW,
         )
         if MERGED:
-            scores = gl.where(is_in_row(offs_n, row_first, row_end), scores, -float("inf"))
+            scores = gl.where(is_between(offs_n, first_key, end_key), scores, -float("inf"))
         row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
         p = gl.exp2(scores * factor - row_max[:, None])
         row_sum = partial_row_sums(p)
@@ -524,6 +535,8 @@ def _forward_consumer(
         acc = start_mma(p_operand, v_smem, step % STAGES, acc, PARTS_V)
         row_sum_total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
         no_valid_key = gl.minimum(last_key, seqlen_k - 1) < 0
+        if MERGED:
+            no_valid_key = gl.minimum(last_key, end_key - 1) < first_key
         lse = gl.where(no_valid_key, -float("inf"), (row_max + gl.log2(row_sum_total)) * LN2)
         inv_row_sum = gl.convert_layout(
             gl.where(no_valid_key, 0.0, 1.0 / row_sum_total), gl.SliceLayout(1, LAYOUT_O)
@@ -531,7 +544,7 @@ def _forward_consumer(
         acc = wait_mma(0, acc, p_operand, PARTS_V)
         if MERGED:
             acc = isolate_rows(
-                acc, p_operand, v_smem, step % STAGES, row_first, row_end, offs_n, PARTS_V
+                acc, p_operand, v_smem, step % STAGES, first_key, end_key, offs_n, PARTS_V
             )
         for n in gl.static_range(PARTS_V):
             # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
@@ -623,7 +636,7 @@ def attention_forward_sm90_kernel(
     q_smem = allocate_ring(q_desc, Q_STAGES * CONSUMERS * PARTS)
     k_smem = allocate_ring(k_desc, STAGES * PARTS)
     v_smem = allocate_ring(v_desc, STAGES * PARTS_V)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     q_full = allocate_barriers(Q_STAGES, 1)
     q_empty = allocate_barriers(Q_STAGES, CONSUMERS)
     kv_full = allocate_barriers(STAGES, 1)
@@ -642,7 +655,7 @@ def attention_forward_sm90_kernel(
         qheads_per_khead,
         heads_in_l2,
     )
-    consumer_args = o_desc, OUT, LSE, SLOPES, TILES, stride_om, total_q, scale, softcap
+    consumer_args = o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap
     if CONSUMERS == 1:
         gl.warp_specialize(
             [

@@ -243,7 +243,7 @@ def _config_key(
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
         layout.max_seqlen < UNBOUNDED
-        and total_q <= MERGED_MEAN_SEQLEN * num_rows
+        and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
         and num_rows * heads >= MANY_ROWS,
     )
 
@@ -286,7 +286,7 @@ def select_config(
     )
     if sm90 and half:
         options = causal, window, softcap, alibi, same_offsets, small_batch
-        if many_short_rows and same_offsets:
+        if many_short_rows:
             return Sm90MixedConfig(
                 *(Sm90Config(device, dtype, layouts, *options, x) for x in (SHORT_ROWS, OTHER_ROWS))
             )

@@ -176,21 +176,8 @@ def partial_row_sums(p):
 
 # --- Tiles of several rows
 @gluon.jit
-def load_row_bounds(TILES, total, offset, offs, seqlen):
-    """Return the first token and the end of the rows of a tile's tokens, relative to `offset`.
-
-    Tokens after the end of the tile have an empty row.
-    """
-    bounds = TILES + gl.load(TILES + 1) + offset + offs
-    is_token = offs < seqlen
-    first = gl.load(bounds, mask=is_token, other=0)
-    end = gl.load(bounds + total, mask=is_token, other=0)
-    return gl.where(is_token, first - offset, 0), gl.where(is_token, end - offset, 0)
-
-
-@gluon.jit
-def is_in_row(offs, first, end):
-    """Return which column tokens are in the row of each row's token."""
+def is_between(offs, first, end):
+    """Return a matrix of which tokens `offs` are in the range of each row."""
     return (offs[None, :] >= first[:, None]) & (offs[None, :] < end[:, None])
 
 
@@ -241,7 +228,7 @@ def isolate_rows(acc, weights, ring, slot, first, end, offs, PARTS: gl.constexpr
         LAYOUT_OFFS: gl.constexpr = offs.type.layout
         not_finite = find_infinite_tokens(ring, slot, LAYOUT_OFFS, PARTS)
         zero_tokens(ring, slot, not_finite, PARTS)
-        keeps = gl.max(gl.where(is_in_row(offs, first, end), not_finite[None, :], 0), 1)
+        keeps = gl.max(gl.where(is_between(offs, first, end), not_finite[None, :], 0), 1)
         keeps = gl.convert_layout(keeps, gl.SliceLayout(1, LAYOUT_ACC))[:, None] > 0
         selected = ()
         for n in gl.static_range(PARTS):

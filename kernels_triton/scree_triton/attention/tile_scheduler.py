@@ -16,7 +16,7 @@ zeros there.
 A batch can have two schedules: one with the rows from `min_length` tokens on, and one that merges
 the other rows. There, adjacent rows that fit into one tile share it. The first row of such a group
 is scheduled with the tokens of the whole group, the other rows have no tiles. The kernels then need
-the bounds of each token's row, which are in the schedule after the entries.
+the attended tokens of each token, which are in the schedule after the entries.
 """
 
 import torch
@@ -54,20 +54,20 @@ _ROWS_PER_THREAD = 64
 
 
 @triton.jit
-def _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total, MERGED: tl.constexpr):
+def _row_bounds(OFFSETS, ATTENDED_OFFSETS, GROUP_ENDS, row, n, total, MERGED: tl.constexpr):
     """Return the offset and length of a row, and of the row that it attends to.
 
-    Row n is the tail, which attends to no tokens. If MERGED, a row attends to itself, and
-    ATTENDED_OFFSETS holds the end of the group that each row begins.
+    Row n is the tail, which attends to no tokens. If MERGED, a row is the group of rows that begins
+    with it and ends before row GROUP_ENDS[row].
     """
     is_row = row < n
-    start = tl.load(OFFSETS + row)
+    end_row = row + 1
     if MERGED:
-        length = tl.load(ATTENDED_OFFSETS + row) - start
-        return start, length, tl.where(is_row, start, 0), tl.where(is_row, length, 0)
-    end = tl.load(OFFSETS + row + 1, mask=is_row, other=total)
+        end_row = tl.load(GROUP_ENDS + row, mask=is_row, other=0)
+    start = tl.load(OFFSETS + row)
+    end = tl.load(OFFSETS + end_row, mask=is_row, other=total)
     attended_start = tl.load(ATTENDED_OFFSETS + row, mask=is_row, other=0)
-    attended_end = tl.load(ATTENDED_OFFSETS + row + 1, mask=is_row, other=0)
+    attended_end = tl.load(ATTENDED_OFFSETS + end_row, mask=is_row, other=0)
     return start, end - start, attended_start, attended_end - attended_start
 
 
@@ -75,6 +75,7 @@ def _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total, MERGED: tl.constexpr):
 def _sort_key(
     OFFSETS,
     ATTENDED_OFFSETS,
+    GROUP_ENDS,
     slot,
     n,
     total,
@@ -95,7 +96,7 @@ def _sort_key(
         row = tl.where(begins_by_slot, middle, row)
         high = tl.where(begins_by_slot, high, middle)
     start, length, _, attended_length = _row_bounds(
-        OFFSETS, ATTENDED_OFFSETS, row, n, total, MERGED
+        OFFSETS, ATTENDED_OFFSETS, GROUP_ENDS, row, n, total, MERGED
     )
     index = (slot - (start // TILE_SIZE + row)).to(tl.int64)
     shift = attended_length - length
@@ -104,7 +105,8 @@ def _sort_key(
     end_key = tl.minimum(end_key, attended_length)
     work = tl.minimum(tl.maximum(end_key - first_key, 0) // 32 + 1, _MAX_WORK).to(tl.int64)
     key = ((work << _ROW_BITS | row.to(tl.int64)) << _INDEX_BITS) | index
-    is_scheduled = (min_length == 0) | ((length >= min_length) & (row < n))
+    longer_length = tl.maximum(length, attended_length)
+    is_scheduled = (min_length == 0) | ((longer_length >= min_length) & (row < n))
     return tl.where((index * TILE_SIZE < length) & (slot < slots) & is_scheduled, key, 0)
 
 
@@ -115,6 +117,7 @@ def _store_entries(
     key,
     OFFSETS,
     ATTENDED_OFFSETS,
+    GROUP_ENDS,
     n,
     total,
     TILE_SIZE: tl.constexpr,
@@ -125,7 +128,7 @@ def _store_entries(
     is_tile = key > 0
     row = (key >> _INDEX_BITS) & _ROW_MASK
     start, length, attended_start, attended_length = _row_bounds(
-        OFFSETS, ATTENDED_OFFSETS, row, n, total, MERGED
+        OFFSETS, ATTENDED_OFFSETS, GROUP_ENDS, row, n, total, MERGED
     )
     entry = TILES + (rank + 1) * FIELDS
     tl.store(entry, start.to(tl.int32), mask=is_tile)
@@ -144,6 +147,7 @@ def _store_entries(
 def _attention_schedule_kernel(
     OFFSETS,
     ATTENDED_OFFSETS,
+    GROUP_ENDS,
     TILES,
     n,
     total,
@@ -166,6 +170,7 @@ def _attention_schedule_kernel(
     key = _sort_key(
         OFFSETS,
         ATTENDED_OFFSETS,
+        GROUP_ENDS,
         tl.program_id(0) * CHUNK + chunk,
         n,
         total,
@@ -183,6 +188,7 @@ def _attention_schedule_kernel(
         other_keys = _sort_key(
             OFFSETS,
             ATTENDED_OFFSETS,
+            GROUP_ENDS,
             i + chunk,
             n,
             total,
@@ -196,7 +202,9 @@ def _attention_schedule_kernel(
         )
         rank += tl.sum((other_keys[None, :] > key[:, None]).to(tl.int32), 1)
         num_tiles += tl.sum((other_keys > 0).to(tl.int32), 0)
-    _store_entries(TILES, rank, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED)
+    _store_entries(
+        TILES, rank, key, OFFSETS, ATTENDED_OFFSETS, GROUP_ENDS, n, total, TILE_SIZE, FIELDS, MERGED
+    )
     tl.store(TILES, num_tiles, mask=tl.program_id(0) == 0)
 
 
@@ -209,6 +217,7 @@ def _attention_schedule_kernel(
 def _attention_sort_key_kernel(
     OFFSETS,
     ATTENDED_OFFSETS,
+    GROUP_ENDS,
     KEYS,
     n,
     total,
@@ -226,6 +235,7 @@ def _attention_sort_key_kernel(
     key = _sort_key(
         OFFSETS,
         ATTENDED_OFFSETS,
+        GROUP_ENDS,
         slot,
         n,
         total,
@@ -245,6 +255,7 @@ def _attention_entry_kernel(
     KEYS,
     OFFSETS,
     ATTENDED_OFFSETS,
+    GROUP_ENDS,
     TILES,
     n,
     total,
@@ -258,7 +269,9 @@ def _attention_entry_kernel(
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = tl.load(KEYS + slot, mask=slot < slots, other=0)
     next_key = tl.load(KEYS + slot + 1, mask=slot + 1 < slots, other=0)
-    _store_entries(TILES, slot, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS, MERGED)
+    _store_entries(
+        TILES, slot, key, OFFSETS, ATTENDED_OFFSETS, GROUP_ENDS, n, total, TILE_SIZE, FIELDS, MERGED
+    )
     # The last tile is followed by the key 0, so its thread knows the number of tiles. Without any
     # tile the first thread stores 0.
     count = TILES + tl.zeros_like(slot)
@@ -266,44 +279,49 @@ def _attention_entry_kernel(
     tl.store(count, 0, mask=(slot == 0) & (key == 0))
 
 
-@triton.jit(do_not_specialize=("n", "total"))
+@triton.jit(do_not_specialize=("n",))
 def _attention_group_kernel(
     OFFSETS,
+    ATTENDED_OFFSETS,
     GROUP_ENDS,
     n,
-    total,
     TILE_SIZE: tl.constexpr,
     ROWS_PER_THREAD: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Merge adjacent rows into groups of at most TILE_SIZE tokens, without longer rows.
+    """Merge adjacent rows into groups of at most TILE_SIZE tokens and attended tokens.
 
-    Store the end of the group that a row begins, and the row's own offset if it begins none. The
-    tail ends at the last token.
+    Store the end of the group that each row begins: the row itself if it begins none or has more
+    tokens.
     """
     first_row = (tl.program_id(0) * THREADS + tl.arange(0, THREADS)) * ROWS_PER_THREAD
-    start = tl.load(OFFSETS + first_row, mask=first_row <= n, other=0)
-    leader = first_row
-    group_start = start
+    is_row = first_row < n
+    start = tl.load(OFFSETS + first_row, mask=is_row, other=0)
+    attended_start = tl.load(ATTENDED_OFFSETS + first_row, mask=is_row, other=0)
+    leader, leader_start, leader_attended = first_row, start, attended_start
     for i in range(ROWS_PER_THREAD):
         row = first_row + i
-        end = tl.load(OFFSETS + row + 1, mask=row < n, other=total)
-        joins = (end - group_start <= TILE_SIZE) & (row < n)
+        is_row = row < n
+        end = tl.load(OFFSETS + row + 1, mask=is_row, other=0)
+        attended_end = tl.load(ATTENDED_OFFSETS + row + 1, mask=is_row, other=0)
+        length = tl.maximum(end - leader_start, attended_end - leader_attended)
+        joins = length <= TILE_SIZE
         leader = tl.where(joins, leader, row)
-        group_start = tl.where(joins, group_start, start)
-        fits = (end - group_start <= TILE_SIZE) | (row == n)
-        tl.store(GROUP_ENDS + row, start, mask=row <= n)
-        tl.store(GROUP_ENDS + leader, end, mask=fits & (row <= n))
-        start = end
+        leader_start = tl.where(joins, leader_start, start)
+        leader_attended = tl.where(joins, leader_attended, attended_start)
+        length = tl.maximum(end - leader_start, attended_end - leader_attended)
+        tl.store(GROUP_ENDS + row, row, mask=is_row)
+        tl.store(GROUP_ENDS + leader, row + 1, mask=is_row & (length <= TILE_SIZE))
+        start, attended_start = end, attended_end
 
 
-@triton.jit(do_not_specialize=("n", "total", "search_steps", "bounds"))
-def _attention_row_bounds_kernel(
-    OFFSETS, TILES, n, total, search_steps, bounds, CHUNK: tl.constexpr
+@triton.jit(do_not_specialize=("n", "total", "search_steps", "position"))
+def _attention_attended_kernel(
+    OFFSETS, ATTENDED_OFFSETS, TILES, n, total, search_steps, position, CHUNK: tl.constexpr
 ):
-    """Store the first token of each token's row, then the end of each token's row.
+    """Store the attended tokens of each token: the first, the end, and the one aligned with it.
 
-    They begin `bounds` numbers after the schedule's first field, and field 1 holds this number.
+    They begin at `position` in the schedule; fields 1 and 2 hold this number and the total.
     """
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     row = tl.zeros_like(token)
@@ -313,11 +331,18 @@ def _attention_row_bounds_kernel(
         begins_by_token = tl.load(OFFSETS + middle) <= token
         row = tl.where(begins_by_token, middle, row)
         high = tl.where(begins_by_token, high, middle)
-    start = tl.load(OFFSETS + row)
-    end = tl.load(OFFSETS + row + 1, mask=row < n, other=total)
-    tl.store(TILES + bounds + token, start.to(tl.int32), mask=token < total)
-    tl.store(TILES + bounds + total + token, end.to(tl.int32), mask=token < total)
-    tl.store(TILES + 1, bounds, mask=tl.program_id(0) == 0)
+    is_row = row < n
+    end = tl.load(OFFSETS + row + 1, mask=is_row, other=total)
+    attended_start = tl.load(ATTENDED_OFFSETS + row, mask=is_row, other=0)
+    attended_end = tl.load(ATTENDED_OFFSETS + row + 1, mask=is_row, other=0)
+    attended = TILES + position + token
+    is_token = token < total
+    tl.store(attended, attended_start.to(tl.int32), mask=is_token)
+    tl.store(attended + total, attended_end.to(tl.int32), mask=is_token)
+    tl.store(attended + 2 * total, (attended_end - end + token).to(tl.int32), mask=is_token)
+    is_first = tl.program_id(0) == 0
+    tl.store(TILES + 1, position, mask=is_first)
+    tl.store(TILES + 2, total, mask=is_first)
 
 
 def max_tiles(total: int, n: int, tile_size: int) -> int:
@@ -347,12 +372,12 @@ def _schedule_by_rows(
     attended_begins, attended_lengths = (
         torch.nn.functional.pad(x, (0, 1)) for x in (begins, attended_ends - begins)
     )
-    scheduled = lengths
+    scheduled, longer_lengths = lengths, torch.maximum(lengths, attended_lengths)
     if min_length > 0:
-        scheduled = lengths * (lengths >= min_length)
+        scheduled = lengths * (longer_lengths >= min_length)
         scheduled[-1] = 0
     if merge_rows:
-        scheduled = lengths * (lengths <= tile_size)
+        scheduled = lengths * (longer_lengths <= tile_size)
         scheduled[-1] = lengths[-1]
     last_tiles = ((scheduled + tile_size - 1) // tile_size).cumsum(0)
     tile = torch.arange(max_tiles(total, n, tile_size), device=device)
@@ -368,10 +393,11 @@ def _schedule_by_rows(
     if merge_rows:
         token = torch.arange(total, device=device)
         row = torch.searchsorted(offsets.long(), token, right=True) - 1
-        bounds = torch.cat([offsets.long()[row], ends[row]]).to(torch.int32)
-        tiles[0, 1] = tiles.numel()
-        bounds = torch.nn.functional.pad(bounds, (0, -2 * total % FIELDS))
-        tiles = torch.cat([tiles, bounds.view(-1, FIELDS)])
+        attended_ends = attended_begins + attended_lengths
+        attended = attended_begins[row], attended_ends[row], (attended_ends - ends)[row] + token
+        tiles[0, 1], tiles[0, 2] = tiles.numel(), total
+        numbers = torch.nn.functional.pad(torch.cat(attended), (0, -3 * total % FIELDS))
+        tiles = torch.cat([tiles, numbers.to(torch.int32).view(-1, FIELDS)])
     return tiles
 
 
@@ -405,10 +431,11 @@ def schedule_tiles(
     window_left, window_right
         The window, `UNBOUNDED` for a side without limit.
     min_length
-        Rows with fewer tokens have no tiles. If it is not 0, the tail has none either.
+        Rows with fewer tokens and fewer attended tokens have no tiles. If it is not 0, the tail has
+        none either.
     merge_rows
-        Whether adjacent rows share a tile that holds them all. Rows longer than a tile then have no
-        tiles, and `attended_offsets` are the `offsets`.
+        Whether adjacent rows share a tile that holds them all, and all of their attended tokens.
+        Rows that do not fit into a tile then have none.
 
     Returns
     -------
@@ -417,9 +444,10 @@ def schedule_tiles(
         number of tiles. Each further entry holds a tile's row offset and row length, the offset and
         length of the attended row, and the tile's first token within its row.
 
-        With `merge_rows`, an entry has a group of rows instead of a row, and there are 2 * total
-        more numbers: for each token the first token of its row, then for each token the end of its
-        row. Field 1 of entry 0 is their position.
+        With `merge_rows`, an entry has a group of rows instead of a row, and there are 3 * total
+        more numbers. For each token they are the first attended token, then the end of the
+        attended tokens, then the attended token that is aligned with it. Fields 1 and 2 of entry 0
+        are their position and the total.
     """
     arguments = (
         *(offsets, attended_offsets, total, tile_size),
@@ -446,28 +474,37 @@ def _schedule_tiles(
 ) -> torch.Tensor:
     n = offsets.shape[0] - 1
     slots = max_tiles(total, n, tile_size)
-    entries = slots + 1 + (triton.cdiv(2 * total, FIELDS) if merge_rows else 0)
+    entries = slots + 1 + (triton.cdiv(3 * total, FIELDS) if merge_rows else 0)
     tiles = torch.empty((entries, FIELDS), dtype=torch.int32, device=offsets.device)
     search_steps = (n + 1).bit_length()
+    group_ends = offsets
     if merge_rows:
-        attended_offsets = torch.empty_like(offsets)
-        _attention_group_kernel[(triton.cdiv(n + 1, _ROWS_PER_THREAD * 32),)](
+        group_ends = torch.empty(n, dtype=torch.int32, device=offsets.device)
+        _attention_group_kernel[(triton.cdiv(n, _ROWS_PER_THREAD * 32),)](
             offsets,
             attended_offsets,
+            group_ends,
             n,
-            total,
             TILE_SIZE=tile_size,
             ROWS_PER_THREAD=_ROWS_PER_THREAD,
             THREADS=32,
             num_warps=1,
         )
-        _attention_row_bounds_kernel[(triton.cdiv(total, _CHUNK),)](
-            offsets, tiles, n, total, search_steps, (slots + 1) * FIELDS, CHUNK=_CHUNK
+        _attention_attended_kernel[(triton.cdiv(total, _CHUNK),)](
+            offsets,
+            attended_offsets,
+            tiles,
+            n,
+            total,
+            search_steps,
+            (slots + 1) * FIELDS,
+            CHUNK=_CHUNK,
         )
     if slots <= MAX_COUNTED_SLOTS:
         _attention_schedule_kernel[(triton.cdiv(slots, _COUNTED_CHUNK),)](
             offsets,
             attended_offsets,
+            group_ends,
             tiles,
             n,
             total,
@@ -487,6 +524,7 @@ def _schedule_tiles(
     _attention_sort_key_kernel[grid](
         offsets,
         attended_offsets,
+        group_ends,
         keys,
         n,
         total,
@@ -504,6 +542,7 @@ def _schedule_tiles(
         keys,
         offsets,
         attended_offsets,
+        group_ends,
         tiles,
         n,
         total,
