@@ -228,15 +228,12 @@ def _dq_step(
     step,
     last_key,
     diagonal,
-    first_key,
-    end_key,
     window_left,
     offs_n,
     scale,
     softcap,
     slope,
     masked,
-    MERGED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
@@ -263,14 +260,72 @@ def _dq_step(
         ds = gl.where(last_key[:, None] >= offs_n[None, :], ds, 0.0)
         if WINDOW:
             ds = gl.where((diagonal - window_left)[:, None] <= offs_n[None, :], ds, 0.0)
-        if MERGED:
-            ds = gl.where(is_between(offs_n, first_key, end_key), ds, 0.0)
     ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
-    if MERGED:
-        dq = isolate_rows(dq, ds, k_smem, stage, first_key, end_key, offs_n, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
+
+
+@gluon.jit
+def _dq_of_group(
+    q,
+    do,
+    k_smem,
+    v_smem,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    lse,
+    delta,
+    step,
+    last_key,
+    diagonal,
+    first_key,
+    end_key,
+    window_left,
+    offs_n,
+    scale,
+    softcap,
+    slope,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT_S: gl.constexpr,
+    LAYOUT_O: gl.constexpr,
+):
+    """Compute dQ of a tile whose queries attend keys of one block only, and add sum(P * dP) to delta.
+
+    This sum equals sum(out * dout), but needs no output. delta is NaN where dout is not finite, also
+    for queries that attend to no key.
+    """
+    stage = step % STAGES
+    scores = _start_mma_when_full(q, k_smem, k_full, step, PARTS, LAYOUT_S, STAGES)
+    dp = _start_mma_when_full(do, v_smem, v_full, step, PARTS_V, LAYOUT_S, STAGES)
+    scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
+    capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+    scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_n, ALIBI)
+    p = gl.exp2(scores * factor - lse[:, None])
+    if WINDOW:
+        first_key = gl.maximum(first_key, diagonal - window_left)
+    is_attended = is_between(offs_n, first_key, gl.minimum(last_key + 1, end_key))
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    delta += gl.sum(gl.where(is_attended, p * dp, 0.0), 1)
+    is_finite = gl.max(gl.where(gl.abs(dp) < float("inf"), 1, 0), 1) > 0
+    delta = gl.where(is_finite, delta, float("nan"))
+    if SOFTCAP:
+        p *= 1.0 - capped * capped
+    ds = gl.where(is_attended, p * (dp - delta[:, None]), 0.0)
+    ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    dq = zero_accumulators(q[0].shape[0], PARTS, LAYOUT_O)
+    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
+    dq = isolate_rows(dq, ds, k_smem, stage, first_key, end_key, offs_n, PARTS)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return dq, delta
 
 
 @gluon.jit
@@ -336,11 +391,11 @@ def _dq_consumer(
         mask_m = offs_m < seqlen_q
         offset = head.to(gl.int64) * total_q + q_offset + offs_m
         # delta = sum(out * dout) - dlse, one per query; queries after the end of the row read
-        # zeros.
+        # zeros. If MERGED, the first term follows from P and dP.
         offs_m_out = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_OUT))
         offs_d_out = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT_OUT))
         delta = gl.zeros([WG_M], gl.float32, gl.SliceLayout(1, LAYOUT_S))
-        for p in gl.static_range(PARTS_V):
+        for p in gl.static_range(0 if MERGED else PARTS_V):
             out = gl.load(
                 OUT
                 + (q_offset + offs_m_out)[:, None].to(gl.int64) * stride_om
@@ -362,13 +417,13 @@ def _dq_consumer(
             )
         lse = gl.load(LSE + offset, mask=mask_m, other=0.0) * LOG2E
         gl.store(STATS + offset, lse, mask=mask_m)
-        gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
+        if not MERGED:
+            gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
         if Q_STAGES > 1 and work_idx > 0:
             # By now the previous tile's store has read the shared memory.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
         diagonal = offs_m + diagonal_offset
-        first_key, end_key = offs_m, offs_m
         if MERGED:
             first_key, end_key, diagonal = receive_attended(
                 queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
@@ -408,9 +463,8 @@ def _dq_consumer(
             window_mask_end = gl.cdiv(
                 gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
             )
-        dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
-        for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
-            dq = _dq_step(
+        if MERGED:
+            dq, delta = _dq_of_group(
                 q,
                 do,
                 k_smem,
@@ -419,21 +473,18 @@ def _dq_consumer(
                 k_empty,
                 v_full,
                 v_empty,
-                dq,
                 lse,
                 delta,
                 step,
-                last_key - n_block * BLOCK_N,
-                diagonal - n_block * BLOCK_N,
-                first_key - n_block * BLOCK_N,
-                end_key - n_block * BLOCK_N,
+                last_key,
+                diagonal,
+                first_key,
+                end_key,
                 window_left,
                 offs_n,
                 scale,
                 softcap,
                 slope,
-                MERGED | (n_block >= full_blocks) | (n_block < window_mask_end),
-                MERGED,
                 WINDOW,
                 SOFTCAP,
                 ALIBI,
@@ -443,7 +494,42 @@ def _dq_consumer(
                 LAYOUT_S,
                 LAYOUT_O,
             )
+            gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
             step += 1
+        else:
+            dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
+            for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
+                dq = _dq_step(
+                    q,
+                    do,
+                    k_smem,
+                    v_smem,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    dq,
+                    lse,
+                    delta,
+                    step,
+                    last_key - n_block * BLOCK_N,
+                    diagonal - n_block * BLOCK_N,
+                    window_left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    (n_block >= full_blocks) | (n_block < window_mask_end),
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    PARTS,
+                    PARTS_V,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                )
+                step += 1
         for p in gl.static_range(PARTS):
             q[p].store((dq[p] * score_derivative(scale, softcap, SOFTCAP)).to(q_smem.dtype))
         fence_async_shared()
