@@ -262,7 +262,14 @@ def test_few_short_rows(case):
                 ((1,) * 5000, (0, 0, 7), (1000, *(3,) * 50)), (False, True)
             )
         ),
-        Case(f16, 128, 128, 2, 1, SHORT, SHORT[::-1], causal=True),
+        *(
+            Case(dtype, dim, dim, 4, 1, lengths, lengths[::-1], slack=slack, alibi=alibi, **mask)
+            for (dtype, dim), (lengths, slack), (alibi, mask) in itertools.product(
+                ((f16, 64), (bf16, 128)),
+                ((SHORT, 70), ((5, 0, 3, 0, 20, 9, 0), 0)),
+                ((False, MASKS[0]), (False, MASKS[1]), (True, MASKS[3]), (False, MASKS[6])),
+            )
+        ),
     ],
     ids=lambda c: c.name,
 )
@@ -339,6 +346,22 @@ def test_rows_do_not_leak(dtype, dim, causal):
 def test_rows_that_share_a_tile_do_not_leak(names, dim, softcap, share_tiles):
     case = Case(bf16, dim, dim, 2, 1, SHORT, causal=dim != 64, softcap=softcap)
     check_isolation(case, names.split(), (3, 11), max_length=1000)
+
+
+@pytest.mark.parametrize("names", ["q", "dout", "q dout dlse"])
+def test_queries_without_keys_do_not_leak(names, share_tiles):
+    """In each row some queries attend to no key: they have an output of 0 and no gradient."""
+    case = Case(f16, 64, 64, 2, 1, (9, 20, 30, 5), (4, 0, 20, 5), causal=True)
+    p = problem(case, "cuda")
+    clean = run(case, p, 100)
+    start = p.cu_q.tolist()
+    for row, number in ((0, math.inf), (1, math.nan), (2, -math.inf)):
+        poisoned = p._replace(**{name: getattr(p, name).clone() for name in names.split()})
+        for name in names.split():
+            getattr(poisoned, name)[start[row]] = number
+        for x, y in zip(clean, run(case, poisoned, 100)):
+            before, after = (start if len(x) == len(p.q) else p.cu_k.tolist())[row : row + 2]
+            assert torch.equal(x[:before], y[:before]) and torch.equal(x[after:], y[after:])
 
 
 @pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (bf16, 192), (f32, 64)])
