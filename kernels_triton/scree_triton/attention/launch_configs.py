@@ -134,6 +134,9 @@ class VarlenLayout(NamedTuple):
         self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
         """Return the schedule of key tiles."""
+        if rows.merged and self.cu_seqlens_k is self.cu_seqlens_q:
+            # The schedule of the queries has the same groups; the window affects only their order.
+            return self.query_tiles(total_k, block_n, spec, rows)
         key = self.key_key(total_k, block_n, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
