@@ -306,7 +306,7 @@ def publish_tile(slot, tile, tile_id, total_tiles, head):
 def publish_attended(slot, attended, total, offset, seqlen, start, barrier):
     """Start the copy of the attended tokens of a tile's tokens to the consumers' queue.
 
-    `attended` are those of all `total` tokens, see `schedule_tiles`.
+    `attended` holds the attended tokens of all `total` tokens, see `schedule_tiles`.
     """
     offs = start + gl.arange(0, 64, gl.BlockedLayout([1], [32], [1], [0]))
     for i in gl.static_range(3):
