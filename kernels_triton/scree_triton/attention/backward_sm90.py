@@ -140,7 +140,8 @@ def dq_producer(
                     slot,
                     PARTS_V,
                 )
-            tile_id = fetch_tile(COUNTER, total_tiles)
+            if not MERGED:
+                tile_id = fetch_tile(COUNTER, total_tiles)
             k_head = head_coordinate(head // qheads_per_khead, stride_kh, k_smem)
             v_head = head_coordinate(head // qheads_per_khead, stride_vh, v_smem)
             n_block_max = get_n_block_max(
@@ -183,6 +184,8 @@ def dq_producer(
                     PARTS_V,
                 )
                 step += 1
+            if MERGED:  # its few loads come first
+                tile_id = fetch_tile(COUNTER, total_tiles)
         else:
             mbarrier.arrive(q_full.index(q_stage), count=1)
             tile_id = -1
@@ -987,7 +990,8 @@ def dkdv_producer(
                     slot,
                     PARTS_V,
                 )
-            tile_id = fetch_tile(COUNTER + 1, total_tiles)
+            if not MERGED:
+                tile_id = fetch_tile(COUNTER + 1, total_tiles)
             pdl_wait(work_idx)  # attention_dq_sm90_kernel computes STATS
             m_block_min, m_block_max = get_m_block_min_max(
                 start_n,
@@ -1043,6 +1047,8 @@ def dkdv_producer(
                         PARTS_V,
                     )
                     step += 1
+            if MERGED:
+                tile_id = fetch_tile(COUNTER + 1, total_tiles)
         else:
             pdl_wait(work_idx)
             mbarrier.arrive(k_full.index(k_stage), count=1)

@@ -109,9 +109,6 @@ def forward_producer(
         qheads_per_khead,
         heads_in_l2,
     ) = producer_args
-    MERGED: gl.constexpr = queue.shape[1] > 256
-    if MERGED:
-        attended, total_q = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
     total_tiles = num_tiles * heads
     tile_id = gl.program_id(0)
@@ -128,11 +125,6 @@ def forward_producer(
         mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
-            if MERGED:
-                publish_attended(
-                    *(queue.index(work_idx % 2), attended, total_q),
-                    *(q_offset, seqlen_q, start_m, q_full.index(q_stage)),
-                )
             start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
             mbarrier.expect(q_full.index(q_stage), CONSUMERS * slot_bytes(q_smem, PARTS_Q))
             for wg in gl.static_range(CONSUMERS):
@@ -216,6 +208,92 @@ def forward_producer(
                 )
             mbarrier.arrive(q_full.index(q_stage), count=1)
             pdl_launch_dependents(work_idx)  # an earlier start costs more than it saves
+            tile_id = -1
+        work_idx += 1
+
+
+@gluon.jit
+def _forward_group_producer(
+    smem,
+    producer_args,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):
+    """Load the queries, keys and values of each tile of short rows, then fetch the next tile."""
+    q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
+    (
+        q_desc,
+        k_desc,
+        v_desc,
+        TILES,
+        COUNTER,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        heads,
+        qheads_per_khead,
+        heads_in_l2,
+    ) = producer_args
+    num_tiles, attended, total_q = gl.load(TILES), TILES + gl.load(TILES + 1), gl.load(TILES + 2)
+    total_tiles = num_tiles * heads
+    tile_id = gl.program_id(0)
+    work_idx = 0
+    while tile_id >= 0:
+        tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+        q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+        q_stage = work_idx % Q_STAGES
+        mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
+        publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
+        if tile_id < total_tiles:
+            publish_attended(
+                *(queue.index(work_idx % 2), attended, total_q),
+                *(q_offset, seqlen_q, start_m, q_full.index(q_stage)),
+            )
+            mbarrier.expect(q_full.index(q_stage), slot_bytes(q_smem, PARTS))
+            load_slot(
+                q_desc,
+                q_offset,
+                seqlen_q,
+                start_m,
+                head_coordinate(head, stride_qh, q_smem),
+                q_full.index(q_stage),
+                q_smem,
+                q_stage,
+                PARTS,
+            )
+            stage = work_idx % STAGES
+            mbarrier.wait(kv_empty.index(stage), ((work_idx // STAGES) & 1) ^ 1)
+            mbarrier.expect(
+                kv_full.index(stage), slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V)
+            )
+            load_slot(
+                k_desc,
+                k_offset,
+                seqlen_k,
+                0,
+                head_coordinate(head // qheads_per_khead, stride_kh, k_smem),
+                kv_full.index(stage),
+                k_smem,
+                stage,
+                PARTS,
+            )
+            load_slot(
+                v_desc,
+                k_offset,
+                seqlen_k,
+                0,
+                head_coordinate(head // qheads_per_khead, stride_vh, v_smem),
+                kv_full.index(stage),
+                v_smem,
+                stage,
+                PARTS_V,
+            )
+            tile_id = fetch_tile(COUNTER, total_tiles)
+        else:
+            mbarrier.arrive(q_full.index(q_stage), count=1)
+            pdl_launch_dependents(work_idx)
             tile_id = -1
         work_idx += 1
 
@@ -402,7 +480,8 @@ def _forward_consumer(
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+        if not MERGED:
+            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
         scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
         scores, factor = apply_alibi(
             scores, factor, slope, diagonal - (n_block_max - 1) * BLOCK_N, offs_n, ALIBI
@@ -421,9 +500,10 @@ def _forward_consumer(
         p = gl.exp2(scores * factor - row_max[:, None])
         row_sum = partial_row_sums(p)
         acc = zero_accumulators(WG_M, PARTS_V, LAYOUT_O)
-        step += 1
+        if not MERGED:
+            step += 1
         if MERGED:
-            pass  # the tile has one block of keys
+            pass  # the tile has one block of keys, which came together with its values
         elif WINDOW:
             # Blocks before `window_mask_end` begin before the first key of some query. One loop
             # over all blocks takes fewer registers.
@@ -531,7 +611,8 @@ def _forward_consumer(
         if not STORE_IN_Q_SMEM:
             mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
         p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+        if not MERGED:
+            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
         acc = start_mma(p_operand, v_smem, step % STAGES, acc, PARTS_V)
         row_sum_total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
         no_valid_key = gl.minimum(last_key, seqlen_k - 1) < 0
@@ -546,6 +627,8 @@ def _forward_consumer(
             acc = isolate_rows(
                 acc, p_operand, v_smem, step % STAGES, first_key, end_key, offs_n, PARTS_V
             )
+            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+            step += 1
         for n in gl.static_range(PARTS_V):
             # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
             part = gl.where(inv_row_sum[:, None] == 0.0, 0.0, acc[n] * inv_row_sum[:, None])
@@ -656,7 +739,41 @@ def attention_forward_sm90_kernel(
         heads_in_l2,
     )
     consumer_args = o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap
-    if CONSUMERS == 1:
+    if MERGED:
+        gl.warp_specialize(
+            [
+                (
+                    _forward_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        1,
+                    ),
+                ),
+                (_forward_group_producer, (smem, producer_args, PARTS, PARTS_V, STAGES, Q_STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
