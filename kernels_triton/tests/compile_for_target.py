@@ -81,6 +81,7 @@ def main() -> None:
     import scree
     import scree_triton
     from scree.dispatch import registry
+    from scree_triton.attention import launch_configs
 
     with registry.isolated():
         scree_triton.find_spec, scree_triton._interpreted = lambda _: True, lambda: True
@@ -98,8 +99,10 @@ def main() -> None:
                 for dim in HEAD_DIM_SIZES[dtype]:
                     values = torch.randn(sum(LENGTHS), 2, dim, dtype=dtype, requires_grad=True)
                     x = inputs.array(values)
-                    out = scree.attention(x, x, x, causal=True, window=(100, None))
-                    out.values.sum().backward()
+                    for many_rows in (launch_configs.MANY_ROWS, 1):
+                        launch_configs.MANY_ROWS = many_rows
+                        out = scree.attention(x, x, x, causal=True, window=(100, None))
+                        out.values.sum().backward()
     print(f"{len(compiled)} kernels", flush=True)
 
 

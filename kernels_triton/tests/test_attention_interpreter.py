@@ -213,6 +213,16 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         assert get_launch_config(*values, layout, spec, False) == expected
 
 
+def test_key_tiles_of_short_rows_are_query_tiles():
+    """Queries and keys of the same rows share one schedule."""
+    cu, spec = offsets((3, 5), DEVICE), AttentionSpec(4, 2, 0.25, 0.0)
+    layout = VarlenLayout(cu, cu, {})
+    rows = launch_configs.SHORT_ROWS
+    assert layout.key_tiles(8, 64, spec, rows) is layout.query_tiles(8, 64, spec, rows)
+    others = launch_configs.OTHER_ROWS
+    assert layout.key_tiles(8, 64, spec, others) is not layout.query_tiles(8, 64, spec, others)
+
+
 def test_get_launch_config_distinguishes_tf32(monkeypatch):
     """The setting is part of the cache key; the default is full precision."""
     x, cu = torch.randn((40, 1, 16), device=DEVICE), offsets((40,), DEVICE)
