@@ -24,6 +24,8 @@ HEAD_DIMS = "head_dims"
 HEAD_DIM_SIZES = {torch.bfloat16: (128, 256), torch.float32: (64, 256)}
 #: Softmax of rows that clusters of CTAs process on 9.0.
 LONG_ROWS = "long_rows"
+#: Attention of short rows that share tiles on 9.0.
+SHORT_ROWS = "short_rows"
 
 
 class Driver:
@@ -86,6 +88,7 @@ def main() -> None:
     import scree
     import scree_triton
     from scree.dispatch import registry
+    from scree_triton.attention import launch_configs
 
     def grouped_product(dtype: torch.dtype) -> None:
         x = torch.randn(sum(LENGTHS), 64, dtype=dtype, requires_grad=True)
@@ -110,12 +113,22 @@ def main() -> None:
             inputs = make_inputs("cpu", dtype)
             # Tiles depend on the size of an element in products only.
             some = ["grouped_product", "linear_cross_entropy"]
-            chosen = [*(CALLS if dtype == torch.bfloat16 else some), HEAD_DIMS, LONG_ROWS]
+            chosen = [
+                *(CALLS if dtype == torch.bfloat16 else some),
+                HEAD_DIMS,
+                LONG_ROWS,
+                SHORT_ROWS,
+            ]
             for name in [name for name in chosen if not names or name in names]:
                 print(f"# {name}, {dtype}", flush=True)
                 if name == LONG_ROWS:
                     row = torch.randn(70_000, dtype=dtype)
                     scree.softmax(scree.from_lengths(row, [70_000], max_length=70_000))
+                elif name == SHORT_ROWS:
+                    launch_configs.MANY_ROWS = 1
+                    for dim in HEAD_DIM_SIZES[dtype]:
+                        options = {"causal": True, "window": (100, None)}
+                        attention(Variant(dtype, dim, dim, options), with_lse=False)
                 elif name == HEAD_DIMS and capability == "90":
                     is_half = dtype == torch.bfloat16
                     for variant in VARIANTS:

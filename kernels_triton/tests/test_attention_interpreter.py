@@ -7,6 +7,7 @@ they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 import importlib
 import inspect
 import os
+import random
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import arguments, autotune, interface, launch_configs
+from scree_triton.attention import arguments, autotune, interface, launch_configs, tile_scheduler
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
@@ -151,6 +152,7 @@ CAUSAL = dict(
     same_offsets=True,
     tf32=False,
     small_batch=False,
+    many_short_rows=False,
 )
 
 
@@ -179,6 +181,7 @@ CAUSAL = dict(
                 dict(same_offsets=False),
             )
         ),
+        (torch.bfloat16, (96, 96), dict(many_short_rows=True), "Sm90MixedConfig"),
         *(
             (torch.float16, dims, {}, "PortableConfig")
             for dims in ((16, 16), (64, 16), (16, 64), (28, 28))
@@ -237,24 +240,38 @@ def test_arguments_match_kernel_parameters(name):
     assert args.fields[len(args.fields) - len(last) :] == tuple(last)
 
 
-def test_get_launch_config_few_short_rows_selects_small_batch(monkeypatch):
-    """Only few rows with a known short bound are a small batch."""
+def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
+    """Few rows with a known short bound are a small batch; many short rows share tiles."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-1])
-    x, cu, spec = (
-        torch.randn((40, 1, 16), device=DEVICE),
-        offsets((40,), DEVICE),
-        AttentionSpec(UNBOUNDED, 0, 0.25, 0.0),
-    )
-    for heads, max_seqlen, small in (
-        (1, 40, True),
-        (1, UNBOUNDED, False),
-        (1, 1601, False),
-        (2000, 40, False),
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2:])
+    monkeypatch.setattr(launch_configs, "MERGED_MEAN_SEQLEN", 20)
+    monkeypatch.setattr(launch_configs, "MANY_ROWS", 100)
+    spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
+    for heads, rows, tokens, max_seqlen, expected in (
+        (1, 1, 40, 40, (True, False)),
+        (1, 1, 40, UNBOUNDED, (False, False)),
+        (1, 1, 40, 1601, (False, False)),
+        (2000, 1, 40, 40, (False, False)),
+        (50, 2, 40, 40, (True, True)),
+        (50, 2, 40, UNBOUNDED, (False, False)),
+        (50, 2, 41, 41, (True, False)),
+        (49, 2, 40, 40, (True, False)),
+        (2000, 2, 40, 40, (False, True)),
     ):
+        cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
         layout = VarlenLayout(cu, cu, None, max_seqlen)
-        values = [x.expand(40, heads, 16)] * 3
-        assert get_launch_config(*values, layout, spec, False) is small
+        values = [torch.randn((tokens, 1, 16), device=DEVICE).expand(tokens, heads, 16)] * 3
+        assert get_launch_config(*values, layout, spec, False) == expected
+
+
+def test_key_tiles_of_short_rows_are_query_tiles():
+    """Queries and keys of the same rows share one schedule."""
+    cu, spec = offsets((3, 5), DEVICE), AttentionSpec(4, 2, 0.25, 0.0)
+    layout = VarlenLayout(cu, cu, {})
+    rows = launch_configs.SHORT_ROWS
+    assert layout.key_tiles(8, 64, spec, rows) is layout.query_tiles(8, 64, spec, rows)
+    others = launch_configs.OTHER_ROWS
+    assert layout.key_tiles(8, 64, spec, others) is not layout.query_tiles(8, 64, spec, others)
 
 
 def test_get_launch_config_distinguishes_tf32(monkeypatch):
@@ -385,6 +402,67 @@ def test_schedule_tiles_covers_all_tokens_longest_first(
         for start, n, first in scheduled
     ]
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))
+
+
+def merge_rows(rows):
+    """Return the groups of rows that share a tile of 64 tokens and attended tokens, by a loop.
+
+    `rows` holds offset, length, offset of the attended row and its length.
+    """
+    groups = []
+    for i, (start, length, attended, attended_length) in enumerate(rows):
+        if i % 64 > 0 and max(groups[-1][1] + length, groups[-1][3] + attended_length) <= 64:
+            groups[-1][1] += length
+            groups[-1][3] += attended_length
+        else:
+            groups.append([start, length, attended, attended_length])
+    return [(*x,) for x in groups if x[1] > 0 and max(x[1], x[3]) <= 64]
+
+
+@pytest.mark.parametrize(
+    "lengths, slack",
+    [
+        ((300, 0, 64, 1, 129, 0, 0, 20, 44, 1), 0),
+        ((1,) * 200, 7),
+        ((0, 0), 65),
+        (tuple(random.Random(1).choices(range(40), k=3000)), 3),
+        ((0, 63, 1, 65, 64, 0, 64, 64), 0),
+    ],
+    ids=["mixed", "ones", "empty", "short", "limits"],
+)
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("max_counted", [2048, 0])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_schedule_tiles_short_rows_share_tiles(
+    lengths, slack, same, max_counted, kernels, monkeypatch
+):
+    """One schedule has the rows up to 64 tokens and the tail, the other one the longer rows."""
+    monkeypatch.setattr(tile_scheduler, "MAX_COUNTED_SLOTS", max_counted)
+    attended_lengths = lengths if same else lengths[::-1]
+    cu, other, total = (
+        offsets(lengths, DEVICE),
+        offsets(attended_lengths, DEVICE),
+        sum(lengths) + slack,
+    )
+    rows = [*zip(cu.tolist(), lengths, other.tolist(), attended_lengths)]
+    short = merge_rows(rows) if kernels else [x for x in rows if x[1] > 0 and max(x[1], x[3]) <= 64]
+    long = [x for x in rows if max(x[1], x[3]) > 64]
+    tail = (sum(lengths), slack, 0, 0)
+    schedule = schedule_tiles if kernels else tile_scheduler._schedule_by_rows
+    merged = schedule(cu, other, total, 64, UNBOUNDED, 0, 0, True)
+    for tiles, size, expected in (
+        (merged, 64, [*short, tail]),
+        (schedule(cu, other, total, 128, UNBOUNDED, 0, 65), 128, long),
+    ):
+        entries = [(*x, i) for x in expected for i in range(0, x[1], size)]
+        count = int(tiles[0, 0])
+        assert sorted((*x[:5],) for x in tiles[1 : count + 1].tolist()) == sorted(entries)
+    attended = merged.flatten()[int(merged[0, 1]) :][: 3 * total].reshape(3, total).T
+    assert [*map(tuple, attended.tolist())] == [
+        (first, first + length, first + length - n + i)
+        for _, n, first, length in (*rows, tail)
+        for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize(

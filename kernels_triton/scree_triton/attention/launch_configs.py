@@ -43,7 +43,11 @@ from .arguments import (
 )
 from .tile_configs import (
     FEW_QUERIES,
+    MANY_ROWS,
+    MERGED_MEAN_SEQLEN,
+    MERGED_SEQLEN,
     SHORT_SEQLEN,
+    SM90_MERGED_TILES,
     SM90_SMALL_BATCH_TILES,
     SM90_TILES,
     Sm90Tiles,
@@ -75,6 +79,18 @@ class AttentionSpec(NamedTuple):
     dropout: int = 0
 
 
+class Rows(NamedTuple):
+    """The rows that a launch config processes, see `schedule_tiles`."""
+
+    min_length: int = 0
+    merged: bool = False
+
+
+#: Short rows, and the other rows, of a batch whose short rows share tiles.
+SHORT_ROWS, OTHER_ROWS = Rows(merged=True), Rows(min_length=MERGED_SEQLEN + 1)
+ALL_ROWS = Rows()
+
+
 class VarlenLayout(NamedTuple):
     """The rows of queries and keys.
 
@@ -94,26 +110,37 @@ class VarlenLayout(NamedTuple):
     cache: dict | None
     max_seqlen: int = UNBOUNDED
 
-    def query_key(self, total_q: int, block_m: int, spec: AttentionSpec) -> tuple:
+    def query_key(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
         """Return the key of a schedule of query tiles in the cache."""
-        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1]
+        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], *rows
 
-    def key_key(self, total_k: int, block_n: int, spec: AttentionSpec) -> tuple:
+    def key_key(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
         """Return the key of a schedule of key tiles in the cache.
 
         For keys, the left and right sides of the window are swapped.
         """
-        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0]
+        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], *rows
 
-    def query_tiles(self, total_q: int, block_m: int, spec: AttentionSpec) -> torch.Tensor:
+    def query_tiles(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        key = self.query_key(total_q, block_m, spec)
+        key = self.query_key(total_q, block_m, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
 
-    def key_tiles(self, total_k: int, block_n: int, spec: AttentionSpec) -> torch.Tensor:
+    def key_tiles(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
         """Return the schedule of key tiles."""
-        key = self.key_key(total_k, block_n, spec)
+        if rows.merged and self.cu_seqlens_k is self.cu_seqlens_q:
+            # The schedule of the queries has the same groups; the window affects only their order.
+            return self.query_tiles(total_k, block_n, spec, rows)
+        key = self.key_key(total_k, block_n, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
 
@@ -211,6 +238,7 @@ def _config_key(
     total_q, heads, head_dim = q.shape
     total_k, k_heads, head_dim_v = v.shape
     has_tokens = total_q > 0 and total_k > 0
+    num_rows = layout.cu_seqlens_q.shape[0] - 1
     return (
         q.device,
         q.dtype,
@@ -231,6 +259,9 @@ def _config_key(
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
+        layout.max_seqlen < UNBOUNDED
+        and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
+        and num_rows * heads >= MANY_ROWS,
     )
 
 
@@ -268,6 +299,7 @@ def select_config(
     same_offsets: bool,
     tf32: bool,
     small_batch: bool,
+    many_short_rows: bool,
 ) -> "LaunchConfig":
     """Return a new launch config of the fastest kernels that can serve the call."""
     q, _, v = layouts
@@ -283,9 +315,12 @@ def select_config(
         )
     )
     if sm90 and half:
-        return Sm90Config(
-            device, dtype, layouts, causal, window, softcap, alibi > 0, same_offsets, small_batch
-        )
+        options = causal, window, softcap, alibi > 0, same_offsets, small_batch
+        if many_short_rows:
+            return Sm90MixedConfig(
+                *(Sm90Config(device, dtype, layouts, *options, x) for x in (SHORT_ROWS, OTHER_ROWS))
+            )
+        return Sm90Config(device, dtype, layouts, *options)
     if sm90 and not tf32:
         return Bf16x3Config(device, layouts, causal, window, softcap, alibi > 0)
     return PortableConfig(
@@ -339,7 +374,7 @@ def _head_parts(head_dim: int) -> tuple[int, int]:
 
 
 def _sm90_tiles(
-    itemsize: int, head_dim: int, head_dim_v: int, small_batch: bool = False
+    itemsize: int, head_dim: int, head_dim_v: int, small_batch: bool = False, merged: bool = False
 ) -> Sm90Tiles | None:
     """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
     if itemsize == 4:
@@ -347,6 +382,8 @@ def _sm90_tiles(
     width, width_v = (prod(_head_parts(x)) for x in (head_dim, head_dim_v))
     if min(width, width_v) < 32:
         return None
+    if merged:
+        return SM90_MERGED_TILES[max(width, width_v)]
     tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
         (itemsize, max(width, width_v))
     )
@@ -397,6 +434,7 @@ class LaunchConfig:
 
     #: The maximum number of CTAs; persistent CTAs take one tile after another.
     max_ctas = sys.maxsize
+    rows = ALL_ROWS
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layouts: tuple[HeadLayout, ...]):
         self.device, self.dtype = device, dtype
@@ -416,15 +454,21 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of query tiles and the number of CTAs."""
         bound = max_tiles(total_q, layout.cu_seqlens_q.shape[0] - 1, block_m) * self.heads
-        tiles = layout.query_tiles(total_q, block_m, spec)
+        tiles = layout.query_tiles(total_q, block_m, spec, self.rows)
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _key_tiles(
-        self, layout: VarlenLayout, total_k: int, block_n: int, spec: AttentionSpec
+        self,
+        layout: VarlenLayout,
+        total_k: int,
+        block_n: int,
+        spec: AttentionSpec,
+        ctas_per_sm: int = 1,
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of key tiles and the number of CTAs."""
         bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * self.k_heads
-        return layout.key_tiles(total_k, block_n, spec), min(self.max_ctas, bound)
+        tiles = layout.key_tiles(total_k, block_n, spec, self.rows)
+        return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _head_counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
         """Return the query heads, the query heads per key head, and the heads that share the L2.
@@ -764,6 +808,7 @@ class Sm90Config(LaunchConfig):
         alibi: bool,
         same_offsets: bool,
         small_batch: bool,
+        rows: Rows = ALL_ROWS,
     ):
         from ..sm90 import pipeline
         from . import backward_sm90, forward_sm90
@@ -776,7 +821,8 @@ class Sm90Config(LaunchConfig):
         window = window or softcap or alibi
         causal = causal and not window
         self.counter = pipeline.tile_counter
-        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch)
+        self.rows = rows
+        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch, rows.merged)
         self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
@@ -787,7 +833,7 @@ class Sm90Config(LaunchConfig):
             self.heads // self.k_heads,
             _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
-        m, n, stages, own_stages, self.ctas_per_sm = self.tiles.forward
+        m, n, stages, own_stages, ctas_per_sm = self.tiles.forward
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
             dict(
@@ -799,14 +845,15 @@ class Sm90Config(LaunchConfig):
                 STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
+                MERGED=rows.merged,
                 **features,
             ),
-            dict(num_warps=4, maxnreg=_initial_registers(self.ctas_per_sm, m // 64)),
+            dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
-        m, n, stages, own_stages, _ = self.tiles.dq
+        m, n, stages, own_stages, ctas_per_sm = self.tiles.dq
         self.dq_launches = [
             Launch(
                 backward_sm90.attention_dq_sm90_kernel,
@@ -817,16 +864,19 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     Q_STAGES=own_stages,
                     CONSUMERS=m // 64,
+                    MERGED=rows.merged,
                     **features,
                     HAS_DLSE=x,
                 ),
-                dict(num_warps=4, maxnreg=_initial_registers(1, m // 64), launch_pdl=True),
+                dict(
+                    num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64), launch_pdl=True
+                ),
                 (64, n, n, 64, 64),
                 args=DqArgs,
             )
             for x in (False, True)
         ]
-        m, n, stages, own_stages, _ = self.tiles.dkdv
+        m, n, stages, own_stages, ctas_per_sm = self.tiles.dkdv
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
         self.dkdv_launches = [
             Launch(
@@ -840,11 +890,14 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     K_STAGES=own_stages,
                     CONSUMERS=n // 64,
+                    MERGED=rows.merged,
                     **features,
-                    KV_IN_REGISTERS=width == 64 and causal,
+                    KV_IN_REGISTERS=width == 64 and causal and not rows.merged,
                     SKIP_BLOCKS=width != 128,
                 ),
-                dict(num_warps=4, maxnreg=_initial_registers(1, n // 64), launch_pdl=True),
+                dict(
+                    num_warps=4, maxnreg=_initial_registers(ctas_per_sm, n // 64), launch_pdl=True
+                ),
                 (m, 64, 64, m),
                 args=DkdvArgs,
             )
@@ -866,9 +919,8 @@ class Sm90Config(LaunchConfig):
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
         o_desc = _descriptor(out_layout)
-        tiles, ctas = self._query_tiles(
-            layout, total_q, self.tiles.forward.block_m, spec, self.ctas_per_sm
-        )
+        tile = self.tiles.forward
+        tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
         args = bind_args(ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
@@ -893,8 +945,11 @@ class Sm90Config(LaunchConfig):
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
         counter, device, dkdv_launches = self.counter, self.device, self.dkdv_launches
-        query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
-        key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
+        dq, dkdv = self.tiles.dq, self.tiles.dkdv
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
+        key_tiles, dkdv_ctas = self._key_tiles(
+            layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm
+        )
         dkdv_numbers = BackwardNumbers(
             total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
         )
@@ -962,6 +1017,40 @@ class Sm90Config(LaunchConfig):
                 )
                 for launch in dkdv_launches:
                     launch(dkdv_ctas, args)
+
+            return run
+
+        return prepare
+
+
+class Sm90MixedConfig(LaunchConfig):
+    """Launch config of two launches per kernel: short rows, which share tiles, and other rows."""
+
+    def __init__(self, short: Sm90Config, other: Sm90Config):
+        super().__init__(short.device, short.dtype, (short.q, short.k, short.v))
+        self.short, self.other = short, other
+        self._reads_in_place = other._reads_in_place
+
+    def _forward(self, layout, total_q, spec):
+        short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+
+        def run(*args):
+            other(*args)
+            short(*args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        prepare_short, prepare_other = (
+            x._backward(layout, total_q, total_k, spec) for x in (self.short, self.other)
+        )
+
+        def prepare(*strides):
+            short, other = prepare_short(*strides), prepare_other(*strides)
+
+            def run(*args):
+                other(*args)
+                short(*args)
 
             return run
 

@@ -291,14 +291,14 @@ def load_tile(tile):
 
 
 @gluon.jit
-def allocate_tile_queue(slots: gl.constexpr = 2):
+def allocate_tile_queue(slots: gl.constexpr = 2, MERGED: gl.constexpr = False):
     """Allocate room for the entries of two tiles, the current one and the next one.
 
-    Each entry has one copy per lane of the producer warp.
+    Each entry has one copy per lane of the producer warp. If MERGED, the attended tokens of the
+    tile's tokens follow.
     """
-    return gl.allocate_shared_memory(
-        gl.int32, [slots, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    SIZE: gl.constexpr = 512 if MERGED else 256
+    return gl.allocate_shared_memory(gl.int32, [slots, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -311,7 +311,37 @@ def publish_tile(slot, tile, tile_id, total_tiles, head):
     e = gl.arange(0, 32 * 8, gl.BlockedLayout([8], [32], [1], [0])) % 8
     entry = gl.load(tile + e)
     entry = gl.where(e == 5, head, entry)
-    slot.store(gl.where(tile_id < total_tiles, entry, 0))
+    slot.slice(0, 32 * 8).store(gl.where(tile_id < total_tiles, entry, 0))
+
+
+@gluon.jit
+def publish_attended(slot, attended, total, offset, seqlen, start, barrier):
+    """Start the copy of the attended tokens of a tile's tokens to the consumers' queue.
+
+    `attended` holds the attended tokens of all `total` tokens, see `schedule_tiles`.
+    """
+    offs = start + gl.arange(0, 64, gl.BlockedLayout([1], [32], [1], [0]))
+    for i in gl.static_range(3):
+        start_copy(
+            slot.slice(256 + 64 * i, 64), attended + i * total + offset + offs, offs < seqlen
+        )
+    async_copy.mbarrier_arrive(barrier)
+
+
+@gluon.jit
+def receive_attended(slot, LAYOUT: gl.constexpr):
+    """Read the attended tokens of a tile's tokens, relative to the offset of the attended rows.
+
+    Returns the first one, the end, and the one that is aligned with the token. Tokens after the end
+    of the tile attend to none.
+    """
+    entry = slot.slice(0, 8).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    offset = entry_field(entry, 2)
+    return (
+        slot.slice(256, 64).load(LAYOUT) - offset,
+        slot.slice(320, 64).load(LAYOUT) - offset,
+        slot.slice(384, 64).load(LAYOUT) - offset,
+    )
 
 
 @gluon.jit
