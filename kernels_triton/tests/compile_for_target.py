@@ -21,8 +21,9 @@ SHARED_MEMORY = {
 #: Attention, forward and backward, for the widths whose tiles fill the shared memory; for 9.0, every
 #: Gluon kernel of attention.
 HEAD_DIMS = "head_dims"
-HEAD_DIM_SIZES = {torch.bfloat16: (128, 256), torch.float32: (64, 256)}
-#: Softmax of rows that clusters of CTAs process on 9.0.
+HEAD_DIM_SIZES = {torch.bfloat16: (96, 128, 160, 256), torch.float32: (64, 256)}
+#: Softmax of rows that clusters of CTAs process on 9.0; causal attention on one long row, with 16
+#: query heads of one key head.
 LONG_ROWS = "long_rows"
 #: Attention of short rows that share tiles on 9.0.
 SHORT_ROWS = "short_rows"
@@ -78,6 +79,18 @@ def prepare(capability: int, compiled: list[str]) -> None:
     launch.Launch._keep = lambda *args: None
 
 
+def attend_long_row(dim: int, dtype: torch.dtype) -> None:
+    """Compute attention on one long row, and its gradients."""
+    import scree
+
+    q, k, v = (
+        torch.randn(5000, heads, dim, dtype=dtype, requires_grad=True) for heads in (16, 1, 1)
+    )
+    x = scree.Array(q, torch.tensor([0, 5000], dtype=torch.int32), max_length=5000)
+    out = scree.attention(x, x.with_values(k), x.with_values(v), causal=True)
+    out.values.sum().backward()
+
+
 def main() -> None:
     capability, *names = sys.argv[1:]
     compiled: list[str] = []
@@ -124,6 +137,8 @@ def main() -> None:
                 if name == LONG_ROWS:
                     row = torch.randn(70_000, dtype=dtype)
                     scree.softmax(scree.from_lengths(row, [70_000], max_length=70_000))
+                    for dim in (64, 128) if dtype == torch.bfloat16 else ():
+                        attend_long_row(dim, dtype)
                 elif name == SHORT_ROWS:
                     launch_configs.MANY_ROWS = 1
                     for dim in HEAD_DIM_SIZES[dtype]:

@@ -19,6 +19,7 @@ LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
 SHORT = (1, 39, 0, 20, 5, 33, 64, 2, 0, 0, 63, 17, 300, 12, 130, 9, *(7,) * 30, 64, 1, 40)
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
+LONGEST = (40, 4999, 0, 300, 1)
 MASKS = [
     dict(),
     dict(causal=True),
@@ -144,6 +145,16 @@ CASES = [
         Case(dtype, dim, dim, 16, 16, LONG, causal=True)
         for dtype in (f16, bf16)
         for dim in (64, 128)
+    ),
+    # Key heads whose query heads are summed in splits.
+    *(
+        Case(dtype, dim, dim, 16, k_heads, LONG, k_lengths, slack=slack, **mask)
+        for (dtype, dim), k_heads, (k_lengths, slack), mask in itertools.product(
+            ((f16, 64), (bf16, 96), (bf16, 128), (f16, 160), (bf16, 256)),
+            (1, 2),
+            ((None, 0), (LONG[::-1], 70)),
+            (MASKS[0], MASKS[1]),
+        )
     ),
     *(
         Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True)
@@ -276,6 +287,24 @@ def test_few_short_rows(case):
 def test_rows_share_tiles(case, share_tiles):
     """Adjacent rows share a tile if the rows are short on average and a bound is known."""
     check(case, max_length=1000)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, dim, dim, heads, k_heads, LONGEST, k_lengths, slack=slack, **mask)
+        for (dtype, dim), (heads, k_heads), (k_lengths, slack), mask in itertools.product(
+            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 128)),
+            ((2, 2), (4, 1)),
+            ((None, 0), (LONGEST[::-1], 0), (None, 70)),
+            (MASKS[0], MASKS[1]),
+        )
+    ],
+    ids=lambda c: c.name,
+)
+def test_long_rows(case):
+    """Rows that are known to be long take larger tiles."""
+    check(case, max_length=max(LONGEST))
 
 
 @pytest.mark.skipif(

@@ -4,6 +4,7 @@ The kernels for Hopper are written in Gluon, which has no interpreter. This file
 they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 """
 
+import heapq
 import importlib
 import inspect
 import os
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +26,14 @@ import scree
 import scree_triton
 from scree_triton.attention import arguments, autotune, interface, launch_configs, tile_scheduler
 from scree_triton.attention.interface import attention
-from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
+from scree_triton.attention.launch_configs import (
+    AttentionSpec,
+    VarlenLayout,
+    choose_splits,
+    estimate_work,
+    get_launch_config,
+)
+from scree_triton.attention.sum_splits import attention_sum_splits_kernel
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
 from scree_triton.runtime.device import Device
 from scree_triton.runtime.launch import INTERPRETED
@@ -153,6 +162,7 @@ CAUSAL = dict(
     tf32=False,
     small_batch=False,
     many_short_rows=False,
+    long_rows=False,
 )
 
 
@@ -163,6 +173,7 @@ CAUSAL = dict(
             (torch.float16, (dim, dim), {}, "Sm90Config")
             for dim in (24, 32, 64, 80, 96, 128, 136, 192, 256)
         ),
+        *((torch.float16, (dim, dim), dict(long_rows=True), "Sm90Config") for dim in (64, 128)),
         *(
             (torch.bfloat16, dims, {}, "Sm90Config")
             for dims in ((192, 128), (128, 192), (64, 128), (40, 24), (256, 64))
@@ -218,7 +229,8 @@ GROUPS = {
     "portable.attention_dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers DropoutNumbers",
     "forward_sm90.attention_forward_sm90_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
     "backward_sm90.attention_dq_sm90_kernel": "DqArgs DqStrides DqNumbers",
-    "backward_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides BackwardNumbers",
+    "backward_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides DkdvNumbers",
+    "sum_splits.attention_sum_splits_kernel": "SumSplitsArgs",
     "float32_sm90.attention_forward_float32_sm90_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
     "float32_sm90.attention_dq_float32_sm90_kernel": "Float32DqArgs BackwardNumbers",
     "float32_sm90.attention_dkdv_float32_sm90_kernel": "Float32DkdvArgs BackwardNumbers",
@@ -243,7 +255,7 @@ def test_arguments_match_kernel_parameters(name):
 def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
     """Few rows with a known short bound are a small batch; many short rows share tiles."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2:])
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-3:-1])
     monkeypatch.setattr(launch_configs, "MERGED_MEAN_SEQLEN", 20)
     monkeypatch.setattr(launch_configs, "MANY_ROWS", 100)
     spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
@@ -272,6 +284,126 @@ def test_key_tiles_of_short_rows_are_query_tiles():
     assert layout.key_tiles(8, 64, spec, rows) is layout.query_tiles(8, 64, spec, rows)
     others = launch_configs.OTHER_ROWS
     assert layout.key_tiles(8, 64, spec, others) is not layout.query_tiles(8, 64, spec, others)
+
+
+@pytest.mark.parametrize(
+    "lengths, max_seqlen, window_left, expected",
+    [
+        ((5000,), 5000, UNBOUNDED, True),
+        ((5000,), UNBOUNDED, UNBOUNDED, False),
+        ((5000,), 5000, 4000, False),
+        ((4000,) * 3, 4000, UNBOUNDED, False),
+        ((6000, *(31,) * 20), 6000, UNBOUNDED, True),
+        ((6000, *(2000,) * 6), 6000, UNBOUNDED, False),
+    ],
+)
+def test_get_launch_config_long_rows_selects_their_tiles(
+    lengths, max_seqlen, window_left, expected, monkeypatch
+):
+    """The row of a mean pair of query and key must be known to have 4096 tokens."""
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-1])
+    cu = offsets(lengths, DEVICE)
+    values = [torch.empty((sum(lengths), 1, 16), device=DEVICE)] * 3
+    spec = AttentionSpec(window_left, 0, 0.25, 0.0)
+    layout = VarlenLayout(cu, cu, None, max_seqlen)
+    assert get_launch_config(*values, layout, spec, False) is expected
+
+
+def _count_pairs(lengths, causal):
+    lengths = np.array(lengths, np.int64)
+    return int((lengths * (lengths + 1) // 2 if causal else lengths**2).sum())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("max_seqlen", [768, UNBOUNDED])
+def test_estimate_work_equal_rows_counts_pairs(max_seqlen, causal):
+    lengths, spec = (768,) * 20, AttentionSpec(UNBOUNDED, 0 if causal else UNBOUNDED, 1.0, 0.0)
+    total = sum(lengths)
+    work = estimate_work(len(lengths), max_seqlen, total, total, 128, spec)
+    exact = _count_pairs(lengths, causal)
+    # Padding: up to one block of 64 queries per tile, and rows are assumed uneven if unknown.
+    assert exact <= work.total <= (1.3 if max_seqlen == 768 else 2) * exact
+    assert work.longest >= 128 * 768
+    assert work.tiles >= 6 * 20
+
+
+def test_estimate_work_window_limits_queries_of_a_tile():
+    spec = AttentionSpec(100, 0, 1.0, 0.0)
+    work = estimate_work(1, 100_000, 100_000, 100_000, 128, spec)
+    assert work.longest <= 128 * (101 + 128 + 64)
+    assert 100_000 * 101 <= work.total <= 2 * 100_000 * 101
+
+
+UNEVEN = (4001, 3001, 2503, 1709, 1301, 1009, 701, 499, 401, 211, 208)
+
+
+def _simulate(lengths, group, k_heads, splits, dims):
+    """Return the seconds until 132 CTAs, which take the longest tile first, have computed dK, dV."""
+    seconds = 4 * dims * 64 * 128 / 4.5e12  # per block of queries
+    blocks = sorted((-(-(n - a) // 64) for n in lengths for a in range(0, n, 128)), reverse=True)
+    ends = [0.0] * 132
+    for n in blocks:
+        for _ in range(k_heads * splits):
+            heapq.heapreplace(ends, ends[0] + 3e-6 + n * seconds * group / splits)
+    sums = 4 * splits * sum(lengths) * k_heads * dims / 2.5e12
+    return max(ends) + (3e-6 + sums if splits > 1 else 0)
+
+
+@pytest.mark.parametrize("max_seqlen_known", [True, False])
+@pytest.mark.parametrize(
+    "lengths, group, k_heads, dims",
+    [
+        (UNEVEN, 8, 2, 256),
+        (UNEVEN, 16, 1, 128),
+        (UNEVEN, 4, 8, 256),
+        ((300,) * 200, 8, 2, 256),
+        ((60_000, *(31,) * 500), 8, 2, 128),
+        ((2048,) * 16, 8, 2, 256),
+        ((700, 900, 400, 1200), 16, 1, 128),
+        ((64,) * 10, 4, 1, 256),
+    ],
+)
+def test_choose_splits_is_near_the_best_of_a_simulated_schedule(
+    lengths, group, k_heads, dims, max_seqlen_known
+):
+    total, spec = sum(lengths), AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
+    bound = max(lengths) if max_seqlen_known else UNBOUNDED
+    work = estimate_work(len(lengths), bound, total, total, 128, spec)
+    splits = choose_splits(group, k_heads, total, dims, work, 132)
+    assert group % splits == 0
+    seconds = {
+        s: _simulate(lengths, group, k_heads, s, dims)
+        for s in range(1, group + 1)
+        if group % s == 0
+    }
+    assert seconds[splits] <= 1.1 * min(seconds.values())
+
+
+def test_choose_splits_one_query_head_per_key_head_returns_one():
+    work = estimate_work(1, 9000, 9000, 9000, 128, AttentionSpec(UNBOUNDED, 0, 1.0, 0.0))
+    assert choose_splits(1, 4, 9000, 256, work, 132) == 1
+
+
+@pytest.mark.parametrize("num_splits, dim, dim_v", [(2, 24, 40), (4, 96, 64), (3, 32, 32)])
+def test_sum_splits_kernel_adds_in_order(num_splits, dim, dim_v):
+    """The sum is in float32, always in the order of the splits, and rounded once."""
+    generator, rows, block = torch.Generator(device=DEVICE).manual_seed(0), 37, 128
+
+    def draw(width):
+        return torch.randn((rows, num_splits, width), generator=generator, device=DEVICE)
+
+    dk_splits, dv_splits = draw(dim), draw(dim_v)
+    dk, dv = (torch.full((rows, x), torch.nan, dtype=f16, device=DEVICE) for x in (dim, dim_v))
+    blocks = sum(-(-rows * x // block) for x in (dim, dim_v))
+    attention_sum_splits_kernel[(blocks,)](
+        dk_splits, dv_splits, dk, dv, rows, num_splits, dim, dim_v, block, DEPENDENT=False
+    )
+    for splits, result in ((dk_splits, dk), (dv_splits, dv)):
+        total = splits[:, 0].clone()
+        for i in range(1, num_splits):
+            total += splits[:, i]
+        assert torch.equal(result, total.to(f16))
 
 
 def test_get_launch_config_distinguishes_tf32(monkeypatch):

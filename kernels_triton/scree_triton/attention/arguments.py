@@ -300,6 +300,21 @@ class DkdvStrides(NamedTuple):
     stride_dvn: int
 
 
+class DkdvNumbers(NamedTuple):
+    """Numbers of `backward_sm90.attention_dkdv_sm90_kernel`."""
+
+    total_q: int
+    stats_stride: int
+    heads: int
+    qheads_per_split: int
+    splits_per_khead: int
+    heads_in_l2: int
+    window_left: int
+    window_right: int
+    scale: float
+    softcap: float
+
+
 @launch_args
 class DkdvArgs:
     """Arguments of `backward_sm90.attention_dkdv_sm90_kernel`."""
@@ -323,12 +338,24 @@ class DkdvArgs:
     total_q: Number
     stats_stride: Number
     heads: Number
-    qheads_per_khead: Number
+    qheads_per_split: Number
+    splits_per_khead: Number
     heads_in_l2: Number
     window_left: Number
     window_right: Number
     scale: Number
     softcap: Number
+
+
+@launch_args
+class SumSplitsArgs:
+    """Arguments of `sum_splits.attention_sum_splits_kernel`."""
+
+    DK_SPLITS: Pointer
+    DV_SPLITS: Pointer
+    DK: Pointer
+    DV: Pointer
+    rows: Number
 
 
 # --- Hopper, float32

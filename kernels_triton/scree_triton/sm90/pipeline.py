@@ -9,10 +9,11 @@ Descriptors are ragged (see `launch.Ragged`): TMA itself ends at a row's last to
 zeros. So no tile ever holds a token of another row.
 
 A head is read as PARTS parts of BLOCK_D numbers: one part of 32, 64 or 128 up to head_dim 128,
-three of 64 up to 192, two of 128 up to 256. Where the parts are wider than HEAD_DIM, TMA fills the
-rest with zeros. The heads of v have HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the
-parts of one operand. Products that sum over the head dimension add up over the parts; products that
-produce the head dimension return a tuple with one accumulator per part.
+except three of 32 from 65 to 96; five of 32 up to 160, three of 64 up to 192, two of 128 up to 256.
+Where the parts are wider than HEAD_DIM, TMA fills the rest with zeros. The heads of v have
+HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the parts of one operand. Products that sum
+over the head dimension add up over the parts; products that produce the head dimension return a
+tuple with one accumulator per part.
 """
 
 from collections.abc import Iterator
