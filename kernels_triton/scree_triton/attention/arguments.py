@@ -53,6 +53,12 @@ class DqNumbers(NamedTuple):
     softcap: float
 
 
+class DropoutNumbers(NamedTuple):
+    """Numbers of the portable kernels after the others."""
+
+    dropout: int
+
+
 # --- Portable kernels
 class PortableForwardStrides(NamedTuple):
     """Strides of `portable.attention_forward_kernel`."""
@@ -77,6 +83,7 @@ class PortableForwardArgs:
     OUT: Pointer
     LSE: Pointer
     TILES: Pointer
+    SEED: Pointer
     stride_qm: Stride
     stride_qh: Stride
     stride_kn: Stride
@@ -92,6 +99,7 @@ class PortableForwardArgs:
     window_right: Number
     scale: Number
     softcap: Number
+    dropout: Number
 
 
 class PortableDqStrides(NamedTuple):
@@ -124,6 +132,7 @@ class PortableDqArgs:
     STATS: Pointer
     DQ: Pointer
     TILES: Pointer
+    SEED: Pointer
     stride_qm: Stride
     stride_qh: Stride
     stride_kn: Stride
@@ -145,6 +154,7 @@ class PortableDqArgs:
     window_right: Number
     scale: Number
     softcap: Number
+    dropout: Number
 
 
 class PortableDkdvStrides(NamedTuple):
@@ -175,6 +185,7 @@ class PortableDkdvArgs:
     DK: Pointer
     DV: Pointer
     TILES: Pointer
+    SEED: Pointer
     stride_qm: Stride
     stride_qh: Stride
     stride_kn: Stride
@@ -194,6 +205,7 @@ class PortableDkdvArgs:
     window_right: Number
     scale: Number
     softcap: Number
+    dropout: Number
 
 
 # --- Hopper, half precision

@@ -25,7 +25,9 @@ from ..sm90.pipeline import (
     pdl_wait,
     ping_pong_arrive,
     ping_pong_wait,
+    publish_attended,
     publish_tile,
+    receive_attended,
     receive_tile,
     slot_bytes,
     slot_parts,
@@ -43,11 +45,15 @@ from .constants import LOG2E, UNSPECIALIZED
 from .scores_sm90 import (
     apply_alibi,
     apply_softcap,
+    find_infinite_tokens,
     get_key_limits,
     get_m_block_min_max,
     get_n_block_max,
     get_n_block_min,
+    is_between,
+    isolate_rows,
     score_derivative,
+    zero_tokens,
 )
 
 
@@ -90,6 +96,9 @@ def dq_producer(
     pdl_wait(step)
     # After pdl_wait: when the next kernel begins, the kernel before this one has ended.
     pdl_launch_dependents(step)
+    MERGED: gl.constexpr = queue.shape[1] > 256
+    if MERGED:
+        attended, total_q = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
     total_tiles = num_tiles * heads
     while tile_id >= 0:
@@ -99,6 +108,11 @@ def dq_producer(
         mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
+            if MERGED:
+                publish_attended(
+                    *(queue.index(work_idx % 2), attended, total_q),
+                    *(q_offset, seqlen_q, start_m, q_full.index(q_stage)),
+                )
             mbarrier.expect(
                 q_full.index(q_stage),
                 CONSUMERS * (slot_bytes(q_smem, PARTS) + slot_bytes(do_smem, PARTS_V)),
@@ -128,7 +142,8 @@ def dq_producer(
                     slot,
                     PARTS_V,
                 )
-            tile_id = fetch_tile(COUNTER, total_tiles)
+            if not MERGED:
+                tile_id = fetch_tile(COUNTER, total_tiles)
             k_head = head_coordinate(head // qheads_per_khead, stride_kh, k_smem)
             v_head = head_coordinate(head // qheads_per_khead, stride_vh, v_smem)
             n_block_max = get_n_block_max(
@@ -171,6 +186,8 @@ def dq_producer(
                     PARTS_V,
                 )
                 step += 1
+            if MERGED:  # its few loads come first
+                tile_id = fetch_tile(COUNTER, total_tiles)
         else:
             mbarrier.arrive(q_full.index(q_stage), count=1)
             tile_id = -1
@@ -271,6 +288,68 @@ def _dq_step(
 
 
 @gluon.jit
+def _dq_of_group(
+    q,
+    do,
+    k_smem,
+    v_smem,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    lse,
+    delta,
+    step,
+    last_key,
+    diagonal,
+    first_key,
+    end_key,
+    window_left,
+    offs_n,
+    scale,
+    softcap,
+    slope,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT_S: gl.constexpr,
+    LAYOUT_O: gl.constexpr,
+):
+    """Compute dQ of a tile whose queries attend keys of one block only, and add sum(P * dP) to delta.
+
+    This sum equals sum(out * dout), but needs no output. delta is NaN where dout is not finite, also
+    for queries that attend to no key.
+    """
+    stage = step % STAGES
+    scores = _start_mma_when_full(q, k_smem, k_full, step, PARTS, LAYOUT_S, STAGES)
+    dp = _start_mma_when_full(do, v_smem, v_full, step, PARTS_V, LAYOUT_S, STAGES)
+    scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
+    capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+    scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_n, ALIBI)
+    p = gl.exp2(scores * factor - lse[:, None])
+    if WINDOW:
+        first_key = gl.maximum(first_key, diagonal - window_left)
+    is_attended = is_between(offs_n, first_key, gl.minimum(last_key + 1, end_key))
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    delta += gl.sum(gl.where(is_attended, p * dp, 0.0), 1)
+    is_finite = gl.max(gl.where(gl.abs(dp) < float("inf"), 1, 0), 1) > 0
+    delta = gl.where(is_finite, delta, float("nan"))
+    if SOFTCAP:
+        p *= 1.0 - capped * capped
+    ds = gl.where(is_attended, p * (dp - delta[:, None]), 0.0)
+    ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    dq = zero_accumulators(q[0].shape[0], PARTS, LAYOUT_O)
+    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
+    dq = isolate_rows(dq, ds, k_smem, stage, first_key, end_key, offs_n, PARTS)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return dq, delta
+
+
+@gluon.jit
 def _dq_consumer(
     wg: gl.constexpr,
     smem,
@@ -288,6 +367,7 @@ def _dq_consumer(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -335,11 +415,11 @@ def _dq_consumer(
         mask_m = offs_m < seqlen_q
         offset = head.to(gl.int64) * total_q + q_offset + offs_m
         # delta = sum(out * dout) - dlse, one per query; queries after the end of the row read
-        # zeros.
+        # zeros. If MERGED, the first term follows from P and dP.
         offs_m_out = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_OUT))
         offs_d_out = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT_OUT))
         delta = gl.zeros([WG_M], gl.float32, gl.SliceLayout(1, LAYOUT_S))
-        for p in gl.static_range(PARTS_V):
+        for p in gl.static_range(0 if MERGED else PARTS_V):
             out = gl.load(
                 OUT
                 + (q_offset + offs_m_out)[:, None].to(gl.int64) * stride_om
@@ -361,12 +441,17 @@ def _dq_consumer(
             )
         lse = gl.load(LSE + offset, mask=mask_m, other=0.0) * LOG2E
         gl.store(STATS + offset, lse, mask=mask_m)
-        gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
+        if not MERGED:
+            gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
         if Q_STAGES > 1 and work_idx > 0:
             # By now the previous tile's store has read the shared memory.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
         diagonal = offs_m + diagonal_offset
+        if MERGED:
+            first_key, end_key, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         # This warp group skips the blocks after its last key; without queries, all blocks.
         n_block_max = get_n_block_max(
@@ -410,10 +495,8 @@ def _dq_consumer(
             window_mask_end = gl.cdiv(
                 gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
             )
-        dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
-        for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
-            dq = _dq_step(
-                wg,
+        if MERGED:
+            dq, delta = _dq_of_group(
                 q,
                 do,
                 k_smem,
@@ -422,18 +505,18 @@ def _dq_consumer(
                 k_empty,
                 v_full,
                 v_empty,
-                dq,
                 lse,
                 delta,
                 step,
-                last_key - n_block * BLOCK_N,
-                diagonal - n_block * BLOCK_N,
+                last_key,
+                diagonal,
+                first_key,
+                end_key,
                 window_left,
                 offs_n,
                 scale,
                 softcap,
                 slope,
-                (n_block >= full_blocks) | (n_block < window_mask_end),
                 WINDOW,
                 SOFTCAP,
                 ALIBI,
@@ -442,9 +525,45 @@ def _dq_consumer(
                 STAGES,
                 LAYOUT_S,
                 LAYOUT_O,
-                PING_PONG,
             )
+            gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
             step += 1
+        else:
+            dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
+            for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
+                dq = _dq_step(
+                    wg,
+                    q,
+                    do,
+                    k_smem,
+                    v_smem,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    dq,
+                    lse,
+                    delta,
+                    step,
+                    last_key - n_block * BLOCK_N,
+                    diagonal - n_block * BLOCK_N,
+                    window_left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    (n_block >= full_blocks) | (n_block < window_mask_end),
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    PARTS,
+                    PARTS_V,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                    PING_PONG,
+                )
+                step += 1
         for p in gl.static_range(PARTS):
             q[p].store((dq[p] * score_derivative(scale, softcap, SOFTCAP)).to(q_smem.dtype))
         fence_async_shared()
@@ -508,6 +627,7 @@ def attention_dq_sm90_kernel(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -523,7 +643,7 @@ def attention_dq_sm90_kernel(
     do_smem = allocate_ring(do_desc, CONSUMERS * Q_STAGES * PARTS_V)
     k_smem = allocate_ring(k_desc, STAGES * PARTS)
     v_smem = allocate_ring(v_desc, STAGES * PARTS_V)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     q_full = allocate_barriers(Q_STAGES, 1)
     q_empty = allocate_barriers(Q_STAGES, CONSUMERS)
     k_full = allocate_barriers(STAGES, 1)
@@ -562,7 +682,7 @@ def attention_dq_sm90_kernel(
         softcap,
     )
     window_right = 0 if CAUSAL else window_right
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
@@ -584,6 +704,60 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        HAS_DLSE,
+                        PING_PONG,
+                    ),
+                ),
+                (
+                    dq_producer,
+                    (
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CONSUMERS,
+                        CAUSAL,
+                        WINDOW,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _dq_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -611,6 +785,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -663,6 +838,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -690,6 +866,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -717,6 +894,7 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -802,6 +980,9 @@ def dkdv_producer(
     ) = producer_args
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
+    MERGED: gl.constexpr = queue.shape[1] > 256
+    if MERGED:
+        attended, total_k = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
     total_tiles = num_tiles * (heads // qheads_per_split)
     tile_id = gl.program_id(0)
@@ -815,6 +996,11 @@ def dkdv_producer(
         mbarrier.wait(k_empty.index(k_stage), ((work_idx // K_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % queue.shape[0]), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
+            if MERGED:
+                publish_attended(
+                    *(queue.index(work_idx % 2), attended, total_k),
+                    *(k_offset, seqlen_k, start_n, k_full.index(k_stage)),
+                )
             mbarrier.expect(
                 k_full.index(k_stage),
                 CONSUMERS * (slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V)),
@@ -844,7 +1030,8 @@ def dkdv_producer(
                     slot,
                     PARTS_V,
                 )
-            tile_id = fetch_tile(COUNTER + 1, total_tiles)
+            if not MERGED:
+                tile_id = fetch_tile(COUNTER + 1, total_tiles)
             pdl_wait(work_idx)  # attention_dq_sm90_kernel computes STATS
             m_block_min, m_block_max = get_m_block_min_max(
                 start_n,
@@ -900,6 +1087,8 @@ def dkdv_producer(
                         PARTS_V,
                     )
                     step += 1
+            if MERGED:
+                tile_id = fetch_tile(COUNTER + 1, total_tiles)
         else:
             pdl_wait(work_idx)
             mbarrier.arrive(k_full.index(k_stage), count=1)
@@ -924,6 +1113,8 @@ def _dkdv_step(
     dv,
     step,
     diagonal,
+    first_query,
+    end_query,
     remaining_q,
     window_left,
     window_right,
@@ -932,6 +1123,7 @@ def _dkdv_step(
     softcap,
     slope,
     masked,
+    MERGED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
@@ -958,6 +1150,15 @@ def _dkdv_step(
     ping_pong_arrive(wg, step, PING_PONG)
     lse = lse_smem.index(stage).load(COLUMN)
     scores = warpgroup_mma_wait(PARTS_V if HAS_DK else 0, deps=(scores,))
+    if MERGED:
+        mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
+        delta = delta_smem.index(stage).load(COLUMN)
+        # delta sums numbers of dout, and lse of q, unless a softcap bounds the scores. A query
+        # without a valid key has lse = -inf.
+        is_finite = (lse < float("inf")) & (gl.abs(delta) < float("inf"))
+        infinite = gl.where(is_finite, 0, 1)
+        if SOFTCAP:
+            infinite = gl.maximum(infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS))
     if ALIBI:  # queries after the end of the row have no scores, and so no bias
         lse = gl.where(offs_m < remaining_q, lse, float("inf"))
     capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
@@ -967,6 +1168,21 @@ def _dkdv_step(
         p = gl.where(offs_m[None, :] >= (diagonal - window_right)[:, None], p, 0.0)
         if WINDOW:
             p = gl.where(offs_m[None, :] <= (diagonal + window_left)[:, None], p, 0.0)
+        if MERGED:
+            p = gl.where(is_between(offs_m, first_query, end_query), p, 0.0)
+    if MERGED:
+        if HAS_DK:
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+        if gl.max(infinite, 0) > 0:
+            # Such a query adds NaN to its own row, and nothing to other rows.
+            is_infinite = infinite[None, :] > 0
+            p = gl.where(is_infinite & is_between(offs_m, first_query, end_query), float("nan"), p)
+            capped = gl.where(is_infinite, 0.0, capped)
+            zero_tokens(do_smem, stage, infinite, PARTS_V)
+            if HAS_DK:
+                dp = gl.where(is_infinite, 0.0, dp)
+                delta = gl.where(infinite > 0, 0.0, delta)
+                zero_tokens(q_smem, stage, infinite, PARTS)
     if HAS_DV:
         if not HAS_DK:
             mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
@@ -975,8 +1191,9 @@ def _dkdv_step(
     if HAS_DK:
         if SOFTCAP:
             p *= 1.0 - capped * capped
-        delta = delta_smem.index(stage).load(COLUMN)
-        dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
+        if not MERGED:
+            delta = delta_smem.index(stage).load(COLUMN)
+            dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
         ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_smem.dtype), OPERAND)
         dk = start_mma(ds, q_smem, stage, dk, PARTS)
     if HAS_DV:
@@ -1019,6 +1236,7 @@ def _dkdv_consumer(
     STAGES: gl.constexpr,
     K_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -1073,6 +1291,11 @@ def _dkdv_consumer(
         diagonal = (
             wg_start_n + (seqlen_q - seqlen_k) + gl.arange(0, WG_N, gl.SliceLayout(1, LAYOUT_S))
         )
+        first_query, end_query = diagonal, diagonal
+        if MERGED:
+            first_query, end_query, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         wg_m_block_min = m_block_min
         wg_m_block_max = m_block_max
         if SKIP_BLOCKS:
@@ -1124,7 +1347,7 @@ def _dkdv_consumer(
                 STAGES,
                 PING_PONG,
             )
-            if WINDOW:
+            if WINDOW or MERGED:
                 for m_block in range(wg_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
                         wg,
@@ -1142,6 +1365,8 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal - m_block * BLOCK_M,
+                        first_query - m_block * BLOCK_M,
+                        end_query - m_block * BLOCK_M,
                         seqlen_q - m_block * BLOCK_M,
                         window_left,
                         window_right,
@@ -1149,7 +1374,8 @@ def _dkdv_consumer(
                         scale,
                         softcap,
                         slope,
-                        (m_block < full_m_block_min) | (m_block >= full_m_block_max),
+                        MERGED | (m_block < full_m_block_min) | (m_block >= full_m_block_max),
+                        MERGED,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -1192,6 +1418,8 @@ def _dkdv_consumer(
                             dv,
                             step,
                             diagonal - m_block * BLOCK_M,
+                            first_query,
+                            end_query,
                             seqlen_q,
                             window_left,
                             window_right,
@@ -1200,6 +1428,7 @@ def _dkdv_consumer(
                             softcap,
                             slope,
                             True,
+                            MERGED,
                             WINDOW,
                             SOFTCAP,
                             ALIBI,
@@ -1229,6 +1458,8 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal,
+                        first_query,
+                        end_query,
                         seqlen_q,
                         window_left,
                         window_right,
@@ -1237,6 +1468,7 @@ def _dkdv_consumer(
                         softcap,
                         slope,
                         False,
+                        MERGED,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -1320,6 +1552,7 @@ def attention_dkdv_sm90_kernel(
     STAGES: gl.constexpr,
     K_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -1349,7 +1582,7 @@ def attention_dkdv_sm90_kernel(
     v_smem = allocate_ring(v_desc, CONSUMERS * K_STAGES * PARTS_V)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     k_full = allocate_barriers(K_STAGES, 1)
     k_empty = allocate_barriers(K_STAGES, CONSUMERS)
     q_full = allocate_barriers(STAGES, 1)
@@ -1392,7 +1625,7 @@ def attention_dkdv_sm90_kernel(
     )
     consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap
     window_right = 0 if CAUSAL else window_right
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
@@ -1416,6 +1649,64 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
+                    ),
+                ),
+                (
+                    dkdv_producer,
+                    (
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        K_STAGES,
+                        CONSUMERS,
+                        CAUSAL,
+                        WINDOW,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _dkdv_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        HAS_DK,
+                        HAS_DV,
+                        STAGES,
+                        K_STAGES,
+                        CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1447,6 +1738,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1503,6 +1795,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1534,6 +1827,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -1565,6 +1859,7 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,

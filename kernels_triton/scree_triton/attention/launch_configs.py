@@ -25,6 +25,7 @@ from .arguments import (
     DqArgs,
     DqNumbers,
     DqStrides,
+    DropoutNumbers,
     Float32DkdvArgs,
     Float32DqArgs,
     Float32ForwardArgs,
@@ -45,8 +46,12 @@ from .arguments import (
 from .tile_configs import (
     FEW_QUERIES,
     LONG_SEQLEN,
+    MANY_ROWS,
+    MERGED_MEAN_SEQLEN,
+    MERGED_SEQLEN,
     SHORT_SEQLEN,
     SM90_LONG_ROW_TILES,
+    SM90_MERGED_TILES,
     SM90_SMALL_BATCH_TILES,
     SM90_TILES,
     Sm90Tiles,
@@ -72,15 +77,29 @@ AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"
 
 
 class AttentionSpec(NamedTuple):
-    """The window, the scale and the softcap in plain numbers.
+    """The window, the scale, the softcap and the dropout in plain numbers.
 
-    An open side of the window is `UNBOUNDED`; softcap 0 means none.
+    An open side of the window is `UNBOUNDED`; softcap 0 means none. The probability of dropout is
+    ``dropout / 2**16``.
     """
 
     window_left: int
     window_right: int
     scale: float
     softcap: float
+    dropout: int = 0
+
+
+class Rows(NamedTuple):
+    """The rows that a launch config processes, see `schedule_tiles`."""
+
+    min_length: int = 0
+    merged: bool = False
+
+
+#: Short rows, and the other rows, of a batch whose short rows share tiles.
+SHORT_ROWS, OTHER_ROWS = Rows(merged=True), Rows(min_length=MERGED_SEQLEN + 1)
+ALL_ROWS = Rows()
 
 
 class VarlenLayout(NamedTuple):
@@ -102,26 +121,37 @@ class VarlenLayout(NamedTuple):
     cache: dict | None
     max_seqlen: int = UNBOUNDED
 
-    def query_key(self, total_q: int, block_m: int, spec: AttentionSpec) -> tuple:
+    def query_key(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
         """Return the key of a schedule of query tiles in the cache."""
-        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1]
+        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], *rows
 
-    def key_key(self, total_k: int, block_n: int, spec: AttentionSpec) -> tuple:
+    def key_key(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
         """Return the key of a schedule of key tiles in the cache.
 
         For keys, the left and right sides of the window are swapped.
         """
-        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0]
+        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], *rows
 
-    def query_tiles(self, total_q: int, block_m: int, spec: AttentionSpec) -> torch.Tensor:
+    def query_tiles(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        key = self.query_key(total_q, block_m, spec)
+        key = self.query_key(total_q, block_m, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
 
-    def key_tiles(self, total_k: int, block_n: int, spec: AttentionSpec) -> torch.Tensor:
+    def key_tiles(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
         """Return the schedule of key tiles."""
-        key = self.key_key(total_k, block_n, spec)
+        if rows.merged and self.cu_seqlens_k is self.cu_seqlens_q:
+            # The schedule of the queries has the same groups; the window affects only their order.
+            return self.query_tiles(total_k, block_n, spec, rows)
+        key = self.key_key(total_k, block_n, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
 
@@ -155,9 +185,12 @@ def get_launch_config(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> "LaunchConfig":
-    """Return the launch config of a call, from the cache or new."""
+    """Return the launch config of a call, from the cache or new.
+
+    `alibi` is the number of axes of the slopes, or 0: (heads,) or (total_q, heads).
+    """
     key = _config_key(q, k, v, layout, spec, alibi)
     config = CONFIG_CACHE.get(key)
     if config is None:
@@ -179,16 +212,23 @@ def replace_by_portable_config(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> bool:
     """Use the portable kernels for calls of this kind; return False if they do so already."""
     key = _config_key(q, k, v, layout, spec, alibi)
     if isinstance(CONFIG_CACHE.get(key), PortableConfig):
         return False
-    has_left, has_right, _, has_softcap, *_ = key[9:]
-    tf32 = allows_tf32(q.dtype)
+    has_left, has_right, _, has_softcap, _, has_dropout, *_ = key[9:]
     CONFIG_CACHE[key] = PortableConfig(
-        q.device, q.dtype, _head_layouts(q, k, v), has_left, has_right, has_softcap, alibi, tf32
+        q.device,
+        q.dtype,
+        _head_layouts(q, k, v),
+        has_left,
+        has_right,
+        has_softcap,
+        alibi,
+        has_dropout,
+        allows_tf32(q.dtype),
     )
     return True
 
@@ -203,12 +243,13 @@ def _config_key(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> tuple:
-    window_left, window_right, _, softcap = spec
+    window_left, window_right, _, softcap, dropout = spec
     total_q, heads, head_dim = q.shape
     total_k, k_heads, head_dim_v = v.shape
     has_tokens = total_q > 0 and total_k > 0
+    num_rows = layout.cu_seqlens_q.shape[0] - 1
     return (
         q.device,
         q.dtype,
@@ -224,12 +265,26 @@ def _config_key(
         window_right == 0,
         softcap > 0,
         alibi,
+        dropout > 0,
         has_tokens and is_tma_aligned(q, k, v),
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
+        layout.max_seqlen < UNBOUNDED
+        and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
+        and num_rows * heads >= MANY_ROWS,
         window_left >= UNBOUNDED and _has_long_rows(layout, total_k),
     )
+
+
+def as_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of a prepared function after its others: the seed, if there is one."""
+    return () if seed is None else (seed,)
+
+
+def slope_axes(slopes: torch.Tensor | None) -> int:
+    """Return the number of axes of ALiBi slopes; 0 for none."""
+    return 0 if slopes is None else slopes.ndim
 
 
 def _has_long_rows(layout: VarlenLayout, total_k: int) -> bool:
@@ -262,11 +317,13 @@ def select_config(
     has_right: bool,
     causal: bool,
     softcap: bool,
-    alibi: bool,
+    alibi: int,
+    dropout: bool,
     tma_aligned: bool,
     same_offsets: bool,
     tf32: bool,
     small_batch: bool,
+    many_short_rows: bool,
     long_rows: bool,
 ) -> "LaunchConfig":
     """Return a new launch config of the fastest kernels that can serve the call."""
@@ -275,17 +332,25 @@ def select_config(
     half = dtype != torch.float32
     sm90 = (
         tma_aligned
+        and not dropout
+        and alibi < 2
         and has_sm90_kernels(device, dtype, q.head_dim, v.head_dim)
         and all(
             _are_strides_tma_addressable(x.token_stride, x.head_stride, x.heads) for x in layouts
         )
     )
     if sm90 and half:
-        options = causal, window, softcap, alibi, same_offsets, small_batch, long_rows
+        options = causal, window, softcap, alibi > 0, same_offsets, small_batch, long_rows
+        if many_short_rows:
+            return Sm90MixedConfig(
+                *(Sm90Config(device, dtype, layouts, *options, x) for x in (SHORT_ROWS, OTHER_ROWS))
+            )
         return Sm90Config(device, dtype, layouts, *options)
     if sm90 and not tf32:
-        return Bf16x3Config(device, layouts, causal, window, softcap, alibi)
-    return PortableConfig(device, dtype, layouts, has_left, has_right, softcap, alibi, tf32)
+        return Bf16x3Config(device, layouts, causal, window, softcap, alibi > 0)
+    return PortableConfig(
+        device, dtype, layouts, has_left, has_right, softcap, alibi, dropout, tf32
+    )
 
 
 def has_sm90_kernels(
@@ -343,6 +408,7 @@ def _sm90_tiles(
     head_dim_v: int,
     small_batch: bool = False,
     long_rows: bool = False,
+    merged: bool = False,
 ) -> Sm90Tiles | None:
     """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
     if itemsize == 4:
@@ -350,6 +416,8 @@ def _sm90_tiles(
     width, width_v = (prod(_head_parts(x)) for x in (head_dim, head_dim_v))
     if min(width, width_v) < 32:
         return None
+    if merged:
+        return SM90_MERGED_TILES[max(width, width_v)]
     tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
         (itemsize, max(width, width_v))
     )
@@ -475,6 +543,7 @@ class LaunchConfig:
 
     #: The maximum number of CTAs; persistent CTAs take one tile after another.
     max_ctas = sys.maxsize
+    rows = ALL_ROWS
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layouts: tuple[HeadLayout, ...]):
         self.device, self.dtype = device, dtype
@@ -494,7 +563,7 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of query tiles and the number of CTAs."""
         bound = max_tiles(total_q, layout.cu_seqlens_q.shape[0] - 1, block_m) * self.heads
-        tiles = layout.query_tiles(total_q, block_m, spec)
+        tiles = layout.query_tiles(total_q, block_m, spec, self.rows)
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _key_tiles(
@@ -503,12 +572,14 @@ class LaunchConfig:
         total_k: int,
         block_n: int,
         spec: AttentionSpec,
+        ctas_per_sm: int = 1,
         splits_per_khead: int = 1,
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of key tiles and the number of CTAs."""
         heads = self.k_heads * splits_per_khead
         bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * heads
-        return layout.key_tiles(total_k, block_n, spec), min(self.max_ctas, bound)
+        tiles = layout.key_tiles(total_k, block_n, spec, self.rows)
+        return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _head_counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
         """Return the query heads, the query heads per key head, and the heads that share the L2.
@@ -535,23 +606,27 @@ class LaunchConfig:
         slopes: torch.Tensor | None,
         layout: VarlenLayout,
         spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output (total_q, heads, head_dim_v) and the log-sum-exp (heads, total_q)."""
         run = self.prepare_forward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, *as_arguments(seed))  # type: ignore[no-any-return]
 
     def prepare_forward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
     ) -> Callable[..., Any]:
-        """Return a function of q, k, v and slopes that computes `forward` on these rows."""
+        """Return a function of q, k, v and slopes that computes `forward` on these rows.
+
+        With dropout it takes the seed too, an int64 tensor of one element.
+        """
         new = self.empty
         out_like = *contiguous((total_q, self.heads, self.v.head_dim)), self.dtype
         lse_like = *contiguous((self.heads, total_q)), torch.float32
         launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
 
-        def run(q, k, v, slopes):
+        def run(q, k, v, slopes, *seed):
             out, lse = new(*out_like), new(*lse_like)
-            launch(q, k, v, q if slopes is None else slopes, out, lse)
+            launch(q, k, v, q if slopes is None else slopes, out, lse, *seed)
             return out, lse
 
         return on_device(self.index, run)
@@ -568,10 +643,11 @@ class LaunchConfig:
         dlse: torch.Tensor | None,
         layout: VarlenLayout,
         spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v, contiguous; dlse has the shape of lse."""
         run = self.prepare_backward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, out, lse, dout, dlse, *as_arguments(seed))  # type: ignore[no-any-return]
 
     def prepare_backward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -589,7 +665,7 @@ class LaunchConfig:
         stats_like = *contiguous((2, self.heads, total_q)), torch.float32
         launches: dict[Any, Callable[..., None]] = {}
 
-        def run(q, k, v, slopes, out, lse, dout, dlse):
+        def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
             if dout is None:
                 dout = torch.zeros_like(out)
             strides = dout.stride(), None if dlse is None else dlse.stride()
@@ -612,6 +688,7 @@ class LaunchConfig:
                 dq,
                 dk,
                 dv,
+                *seed,
             )
             return dq, dk, dv
 
@@ -629,13 +706,19 @@ class PortableConfig(LaunchConfig):
         has_left: bool,
         has_right: bool,
         softcap: bool,
-        alibi: bool,
+        alibi: int,
+        dropout: bool,
         tf32: bool,
         tiles: Tiles | None = None,
     ):
         super().__init__(device, dtype, layouts)
         self.features = dict(
-            has_left=has_left, has_right=has_right, softcap=softcap, alibi=alibi, tf32=tf32
+            has_left=has_left,
+            has_right=has_right,
+            softcap=softcap,
+            alibi=alibi,
+            dropout=dropout,
+            tf32=tf32,
         )
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.head_dim, self.v.head_dim))
         if any(stride % 16 for x in layouts for stride in (x.token_stride, x.head_stride)):
@@ -643,7 +726,8 @@ class PortableConfig(LaunchConfig):
             # little shared memory if the two widths differ.
             block_d = block_dv = max(block_d, block_dv)
         self.kind = dtype.itemsize, max(block_d, block_dv, 32)
-        self.tiles = tiles or portable_tiles(device_info(device).capability, *self.kind)
+        capability = device_info(device).capability
+        self.tiles = tiles or portable_tiles(capability, *self.kind, dropout=dropout)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
         def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
@@ -660,6 +744,7 @@ class PortableConfig(LaunchConfig):
                     HAS_RIGHT=has_right,
                     SOFTCAP=softcap,
                     ALIBI=alibi,
+                    DROPOUT=dropout,
                     PRECISION="tf32" if tf32 else "tf32x3",
                     **constants,
                 ),
@@ -710,13 +795,20 @@ class PortableConfig(LaunchConfig):
 
     def _forward(self, layout, total_q, spec):
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
-        launch = self.forward_launch
+        launch, dropout = self.forward_launch, DropoutNumbers(spec.dropout)
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
-        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec)
-        args = bind_args(PortableForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
+        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec[:4])
+        args = bind_args(
+            PortableForwardArgs,
+            TILES=tiles,
+            **strides._asdict(),
+            **numbers._asdict(),
+            **dropout._asdict(),
+        )
 
-        def run(q, k, v, slopes, out, lse):
-            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse))
+        def run(q, k, v, slopes, out, lse, seed=None):
+            seed = q if seed is None else seed
+            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse, SEED=seed))
 
         return run
 
@@ -727,9 +819,9 @@ class PortableConfig(LaunchConfig):
             query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         if total_k > 0:
             key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dkdv_launch = self.dkdv_launch
+        dkdv_launch, dropout = self.dkdv_launch, DropoutNumbers(spec.dropout)
         dkdv_numbers = BackwardNumbers(
-            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec[:4]
         )
 
         def prepare(dout_strides, dlse_strides):
@@ -749,7 +841,7 @@ class PortableConfig(LaunchConfig):
                 total_q,
                 stats_stride,
                 *self._head_counts(self.heads, total_k),
-                *spec,
+                *spec[:4],
             )
             dkdv_strides = PortableDkdvStrides(
                 *self.strides,
@@ -760,16 +852,22 @@ class PortableConfig(LaunchConfig):
             )
 
             dq_args = bind_args(
-                PortableDqArgs, TILES=query_tiles, **dq_strides._asdict(), **dq_numbers._asdict()
+                PortableDqArgs,
+                TILES=query_tiles,
+                **dq_strides._asdict(),
+                **dq_numbers._asdict(),
+                **dropout._asdict(),
             )
             dkdv_args = bind_args(
                 PortableDkdvArgs,
                 TILES=key_tiles,
                 **dkdv_strides._asdict(),
                 **dkdv_numbers._asdict(),
+                **dropout._asdict(),
             )
 
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, seed=None):
+                seed = q if seed is None else seed
                 if query_tiles is not None:
                     args = dq_args(
                         Q=q,
@@ -782,11 +880,12 @@ class PortableConfig(LaunchConfig):
                         DLSE=dlse,
                         STATS=stats,
                         DQ=dq,
+                        SEED=seed,
                     )
                     dq_launch(dq_ctas, args)
                 if key_tiles is not None:
                     args = dkdv_args(
-                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv
+                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv, SEED=seed
                     )
                     dkdv_launch(dkdv_ctas, args)
 
@@ -800,7 +899,7 @@ def _base2_spec(spec: AttentionSpec) -> tuple[int, int, float, float]:
 
     The last factor that a kernel applies includes log2(e).
     """
-    window_left, window_right, scale, softcap = spec
+    window_left, window_right, scale, softcap, _ = spec
     if softcap:
         return window_left, window_right, scale / softcap, softcap * LOG2E
     return window_left, window_right, scale * LOG2E, 0.0
@@ -821,6 +920,7 @@ class Sm90Config(LaunchConfig):
         same_offsets: bool,
         small_batch: bool,
         long_rows: bool,
+        rows: Rows = ALL_ROWS,
     ):
         from ..sm90 import pipeline
         from . import backward_sm90, forward_sm90
@@ -833,7 +933,10 @@ class Sm90Config(LaunchConfig):
         window = window or softcap or alibi
         causal = causal and not window
         self.counter = pipeline.tile_counter
-        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch, long_rows)
+        self.rows = rows
+        self.tiles = _sm90_tiles(
+            2, self.q.head_dim, self.v.head_dim, small_batch, long_rows, rows.merged
+        )
         self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
@@ -844,7 +947,7 @@ class Sm90Config(LaunchConfig):
             self.heads // self.k_heads,
             _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
-        m, n, stages, own_stages, self.ctas_per_sm, _ = self.tiles.forward
+        m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
             dict(
@@ -856,14 +959,15 @@ class Sm90Config(LaunchConfig):
                 STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
+                MERGED=rows.merged,
                 **features,
             ),
-            dict(num_warps=4, maxnreg=_initial_registers(self.ctas_per_sm, m // 64)),
+            dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
-        m, n, stages, own_stages, _, ping_pong = self.tiles.dq
+        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
         self.dq_launches = [
             Launch(
                 backward_sm90.attention_dq_sm90_kernel,
@@ -874,17 +978,20 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     Q_STAGES=own_stages,
                     CONSUMERS=m // 64,
+                    MERGED=rows.merged,
                     **features,
                     HAS_DLSE=x,
                     PING_PONG=m // 64 if ping_pong else 1,
                 ),
-                dict(num_warps=4, maxnreg=_initial_registers(1, m // 64), launch_pdl=True),
+                dict(
+                    num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64), launch_pdl=True
+                ),
                 (64, n, n, 64, 64),
                 args=DqArgs,
             )
             for x in (False, True)
         ]
-        m, n, stages, own_stages, _, ping_pong = self.tiles.dkdv
+        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dkdv
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
         self.dkdv_launches, self.dkdv_split_launches = (
             [
@@ -899,13 +1006,18 @@ class Sm90Config(LaunchConfig):
                         STAGES=stages,
                         K_STAGES=own_stages,
                         CONSUMERS=n // 64,
+                        MERGED=rows.merged,
                         **features,
-                        KV_IN_REGISTERS=width == 64 and causal,
+                        KV_IN_REGISTERS=width == 64 and causal and not rows.merged,
                         SKIP_BLOCKS=width != 128,
                         IN_FLOAT32=in_float32,
                         PING_PONG=n // 64 if ping_pong else 1,
                     ),
-                    dict(num_warps=4, maxnreg=_initial_registers(1, n // 64), launch_pdl=True),
+                    dict(
+                        num_warps=4,
+                        maxnreg=_initial_registers(ctas_per_sm, n // 64),
+                        launch_pdl=True,
+                    ),
                     (m, 64, 64, m),
                     args=DkdvArgs,
                 )
@@ -922,6 +1034,8 @@ class Sm90Config(LaunchConfig):
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
     ) -> int:
         """Return the number of splits of the query heads that share a key head."""
+        if self.rows != ALL_ROWS:  # sums over the splits of all rows, of which this config has some
+            return 1
         num_rows = layout.cu_seqlens_q.shape[0] - 1
         group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
         block_n = self.tiles.dkdv.block_n
@@ -959,9 +1073,8 @@ class Sm90Config(LaunchConfig):
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
         o_desc = _descriptor(out_layout)
-        tiles, ctas = self._query_tiles(
-            layout, total_q, self.tiles.forward.block_m, spec, self.ctas_per_sm
-        )
+        tile = self.tiles.forward
+        tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
         args = bind_args(ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
@@ -986,10 +1099,11 @@ class Sm90Config(LaunchConfig):
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
         counter, device, k_heads = self.counter, self.device, self.k_heads
-        query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
+        dq, dkdv = self.tiles.dq, self.tiles.dkdv
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
         splits = self._count_splits(layout, total_q, total_k, spec)
         key_tiles, dkdv_ctas = self._key_tiles(
-            layout, total_k, self.tiles.dkdv.block_n, spec, splits
+            layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm, splits
         )
         dkdv_launches = self.dkdv_launches if splits == 1 else self.dkdv_split_launches
         *_, heads_in_l2 = self._head_counts(k_heads * splits, total_q)
@@ -1079,6 +1193,40 @@ class Sm90Config(LaunchConfig):
                         DK_SPLITS=dk_splits, DV_SPLITS=dv_splits, DK=dk, DV=dv, rows=k_rows
                     )
                     sum_launch(sum_ctas, args)
+
+            return run
+
+        return prepare
+
+
+class Sm90MixedConfig(LaunchConfig):
+    """Launch config of two launches per kernel: short rows, which share tiles, and other rows."""
+
+    def __init__(self, short: Sm90Config, other: Sm90Config):
+        super().__init__(short.device, short.dtype, (short.q, short.k, short.v))
+        self.short, self.other = short, other
+        self._reads_in_place = other._reads_in_place
+
+    def _forward(self, layout, total_q, spec):
+        short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+
+        def run(*args):
+            other(*args)
+            short(*args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        prepare_short, prepare_other = (
+            x._backward(layout, total_q, total_k, spec) for x in (self.short, self.other)
+        )
+
+        def prepare(*strides):
+            short, other = prepare_short(*strides), prepare_other(*strides)
+
+            def run(*args):
+                other(*args)
+                short(*args)
 
             return run
 
