@@ -12,6 +12,7 @@ import numpy as np
 
 import scree
 
+from . import vllm_checkout
 from .formulas import softmax
 from .libraries import MeasuredLibrary
 from .measure import Thunk, require
@@ -22,6 +23,8 @@ FP8_SCALE = 0.75
 CHECKED_ROWS = 8
 #: Bytes of the buffer that FlashInfer uses for its plan and its partial results.
 WORKSPACE_BYTES = 256 << 20
+#: Programs up to which vLLM's backend cuts rows, and the parts of a row.
+VLLM_PROGRAMS, VLLM_SEGMENTS = 128, 16
 
 
 @dataclass(frozen=True)
@@ -211,10 +214,9 @@ def scree_contiguous(cache: Cache) -> Thunk:
     size = batch.page_size
     slots = cache.block_table[rows, positions // size].astype(np.int64) * size + positions % size
     index = cache.lib.make(slots, "int64")
-    k, v = (
-        scree.from_lengths(x.reshape(-1, *x.shape[2:])[index], batch.lengths)
-        for x in (cache.k_pages, cache.v_pages)
-    )
+    tokens = [x.reshape(-1, *x.shape[2:])[index] for x in (cache.k_pages, cache.v_pages)]
+    k = scree.from_lengths(tokens[0], batch.lengths)
+    v = k.with_values(tokens[1])
     return lambda: scree.attention(cache.q, k, v, causal=True).values
 
 
@@ -298,6 +300,49 @@ def fa4_paged(cache: Cache) -> Thunk:
     return attend
 
 
+def vllm_attend(cache: Cache) -> Thunk:
+    """Build vLLM's Triton attention with a dense block table, with the sizes that its backend uses."""
+    import torch
+
+    run, batch = import_module(vllm_checkout.MODULE).unified_attention, cache.batch
+    lib, q = cache.lib, cache.q.values
+    out, table = torch.empty_like(q), lib.make(cache.block_table, "int32")
+    cu_seqlens = lib.make(np.concatenate([[0], np.cumsum(batch.query_counts)]), "int32")
+    # Beyond so many rows no row is cut.
+    max_rows = max(1, VLLM_PROGRAMS // batch.kv_heads)
+    shape = max_rows, batch.heads, VLLM_SEGMENTS
+    maxima, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    partial = torch.empty((*shape, batch.dim), dtype=torch.float32, device=q.device)
+
+    def attend() -> Any:
+        run(
+            q,
+            cache.k_pages,
+            cache.v_pages,
+            out,
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_q=max(batch.query_counts),
+            seqused_k=cache.kv_lengths,
+            max_seqlen_k=max(batch.lengths),
+            softmax_scale=batch.dim**-0.5,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=table,
+            softcap=0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            seq_threshold_3D=max_rows,
+            num_par_softmax_segments=VLLM_SEGMENTS,
+            softmax_segm_output=partial,
+            softmax_segm_max=maxima,
+            softmax_segm_expsum=sums,
+        )
+        return out
+
+    return attend
+
+
 class FlashInfer:
     """FlashInfer's decode on tensor cores, whose plan is a call of its own."""
 
@@ -364,10 +409,8 @@ def new_tokens(cache: Cache) -> tuple[scree.Array, scree.Array]:
     """Return keys and values of one new token per row."""
     lib, batch = cache.lib, cache.batch
     normal = lib.normal(batch.seed + 1, lib.arrays.dtype_name(cache.q.values))
-    ones = [1] * len(batch.lengths)
-    k, v = (
-        scree.from_lengths(normal(len(ones), batch.kv_heads, batch.dim), ones) for _ in range(2)
-    )
+    shape = len(batch.lengths), batch.kv_heads, batch.dim
+    k, v = (cache.q.with_values(normal(*shape)) for _ in range(2))
     return k, v
 
 

@@ -107,6 +107,7 @@ def interleaved(
     min_samples: int = MIN_SAMPLES,
     patience: float = PATIENCE,
     has_host_times: bool = True,
+    has_clean_l2: bool = False,
     outcomes: dict[str, Times | Failure] | None = None,
 ) -> dict[str, Times | Failure]:
     """Return the seconds per call of each contender: all samples, or the reason for their absence.
@@ -129,6 +130,9 @@ def interleaved(
         Seconds for the first call of each contender, which may compile.
     has_host_times
         Whether the host is timed too on "cuda".
+    has_clean_l2
+        On "cuda", whether the L2 cache has no lines to write back before a call. Then the host is
+        not timed.
     outcomes
         The dictionary that is filled sample by sample. A caller that passes it keeps the samples
         after an interrupt.
@@ -174,9 +178,9 @@ def interleaved(
     if not device.startswith("cuda"):
         run_rounds({name: _samples(thunks[name], wait) for name in completed()}, "seconds")
         return outcomes
-    sampler = _device_samples()
+    sampler = _device_samples(has_clean_l2)
     run_rounds({name: sampler(thunks[name]) for name in completed()}, "seconds")
-    if not has_host_times:
+    if has_clean_l2 or not has_host_times:
         return outcomes
     device_seconds = {name: median(times.seconds) for name, times in completed().items()}
     run_rounds(
@@ -233,8 +237,11 @@ def _samples(thunk: Thunk, wait: Callable[[Any], Any]) -> Iterator[float]:
             yield seconds
 
 
-def _device_samples() -> Callable[[Thunk], Iterator[float]]:
+def _device_samples(has_clean_l2: bool) -> Callable[[Thunk], Iterator[float]]:
     """Return a sampler of the device time of a call, by events, with a cleared L2 cache.
+
+    Zeros clear the cache, and the call writes them back. With `has_clean_l2` another array is read
+    after them.
 
     The device sleeps until the host has launched all kernels of the call, so that no kernel is
     late. The time then equals the time of a captured graph, also for calls that cannot be captured.
@@ -246,6 +253,7 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
     import torch
 
     cache = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    other = torch.zeros(L2_BYTES // 4, device="cuda") if has_clean_l2 else None
     driver = (
         ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         if torch.version.cuda
@@ -257,6 +265,8 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
             # Lines that a kernel marked as persisting would survive the zeros.
             driver.cuCtxResetPersistingL2Cache()
         cache.zero_()
+        if other is not None:
+            other.sum()
 
     def event() -> Any:
         new_event = torch.cuda.Event(enable_timing=True)

@@ -173,11 +173,13 @@ class Session:
         wait: Callable[[Any], Any] = lambda x: x,
         device: str | None = None,
         has_host_times: bool = True,
+        has_clean_l2: bool = False,
     ) -> dict[str, Row]:
         """Time contenders round-robin, and add medians and spreads to their rows under `name`.
 
         On "cuda" this is the device time, and "call_s" is accompanied by "call_host_s" unless
-        `has_host_times` is false. With ``device="cpu"`` the host's clock is used on CUDA too.
+        `has_host_times` is false. With ``device="cpu"`` the host's clock is used on CUDA too. For
+        `has_clean_l2` see `interleaved`.
         """
         thunks: dict[str, Thunk] = {}
         outcome: dict[str, Times | Failure] = {}
@@ -198,6 +200,7 @@ class Session:
                 min_samples=min_samples,
                 patience=self.patience,
                 has_host_times=has_host_times,
+                has_clean_l2=has_clean_l2,
                 outcomes=outcome,
             )
         # After an interrupt too, keep the contenders that have samples.

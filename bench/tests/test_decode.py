@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from scree_bench import caches, pages
+from scree_bench import caches, pages, vllm_checkout
 from scree_bench.caches import Batch, make_cache
 from scree_bench.commands import decode
 from scree_bench.libraries import load
@@ -124,6 +124,18 @@ def varlen(q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, page_table, causal):
     return with_kvcache(np.asarray(q)[:, None], k, v, seqused_k, causal), None
 
 
+def unified(
+    q, k, v, out, *, cu_seqlens_q, seqused_k, block_table, softmax_scale, causal, **options
+):
+    """VLLM's `unified_attention` in NumPy, which writes to `out`."""
+    assert causal and softmax_scale == 8**-0.5
+    assert options["softmax_segm_output"].shape[0] == options["seq_threshold_3D"]
+    result, _ = varlen(
+        q, k, v, cu_seqlens_q, options["max_seqlen_q"], seqused_k, block_table, causal
+    )
+    out.copy_(out.new_tensor(result[:, 0]))
+
+
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", list(decode.PEERS))
 def test_peer_gets_the_page_table_in_its_form(name, monkeypatch):
@@ -132,6 +144,7 @@ def test_peer_gets_the_page_table_in_its_form(name, monkeypatch):
         BatchDecodeWithPagedKVCacheWrapper=Wrapper,
         flash_attn_with_kvcache=with_kvcache,
         flash_attn_varlen_func=varlen,
+        unified_attention=unified,
     )
     monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(caches.FlashInfer, "_workspace", None)
@@ -167,3 +180,35 @@ def test_overview_of_decoding_has_the_ratio_to_each_peer():
     label = "B=1, KV 1,024, pages of 16, torch"
     assert answer.table.lines == [["H200", label, "8 us", "4 TB/s", "90.0%", "0.80", "**2.00**"]]
     assert pages.decode([]) is None
+
+
+VLLM_FILES = {
+    "__init__.py": "raise ImportError('vLLM itself is not imported')",
+    "v1/attention/ops/helpers.py": "from vllm.triton_utils import tl, triton",
+    "v1/attention/ops/triton_unified_attention.py": """
+import vllm.envs as envs
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.helpers import triton
+from vllm.v1.kv_cache_interface import KVQuantMode
+MODE = KVQuantMode.NONE, envs.VLLM_BATCH_INVARIANT, current_platform.fp8_dtype()
+""",
+}
+
+
+@pytest.mark.needs("torch", "triton")
+def test_load_vllm_imports_one_module_of_a_checkout(tmp_path, monkeypatch):
+    for name, text in VLLM_FILES.items():
+        path = tmp_path / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    before = object()
+    monkeypatch.setitem(sys.modules, "vllm", before)
+    monkeypatch.delitem(sys.modules, vllm_checkout.MODULE, raising=False)
+    try:
+        vllm_checkout.load(tmp_path)
+        assert sys.modules[vllm_checkout.MODULE].MODE[0] == 0
+        assert sys.modules["vllm"] is before and "vllm.platforms" not in sys.modules
+    finally:
+        sys.modules.pop(vllm_checkout.MODULE, None)
+    with pytest.raises(ImportError):
+        vllm_checkout.load(tmp_path / "vllm")

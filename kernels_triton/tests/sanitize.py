@@ -1,7 +1,7 @@
 """Run attention and its gradients under compute-sanitizer: `nox -s sanitize`.
 
-The cases cover every kind of kernel on a few short rows. Arguments are indices of cases; without
-arguments all cases run.
+The cases cover every kind of kernel on a few short rows, the kernels of paged caches included.
+Arguments are indices of cases or `paged`; without arguments all cases run.
 """
 
 import sys
@@ -9,6 +9,7 @@ import sys
 import torch
 from attention_reference import Case, problem
 
+import scree
 from scree_triton.attention import launch_configs
 from scree_triton.attention.interface import make_spec
 from scree_triton.attention.launch_configs import VarlenLayout, get_launch_config
@@ -49,10 +50,63 @@ CASES = [
         for k_lengths in (None, MORE_SHORT)
     ),
 ]
+#: Dtype of the queries and of the cache, heads, key heads, widths of keys and values, page size.
+PAGED_CASES = [
+    (BF16, BF16, 8, 2, 128, 128, 16),
+    (BF16, torch.float8_e4m3fn, 8, 2, 128, 128, 16),
+    (F16, torch.float8_e5m2, 8, 1, 64, 64, 256),
+    (F16, F16, 8, 8, 64, 40, 1),
+    (F32, F32, 6, 2, 24, 64, 24),
+]
+PAGED_OPTIONS = [{}, {"window": (40, 0), "softcap": 10.0}, {"split_size": 64}]
+
+
+def run_paged(dtype, cache_dtype, heads, kv_heads, dim, dim_v, page_size) -> None:
+    """Append to a cache, attend to it in several ways, and attend to contiguous keys."""
+    for q_lengths, kv_lengths in (
+        ((1, 1, 0, 1, 1), (300, 1, 20, 0, 64)),
+        ((1,) * 40, tuple(range(1, 41))),
+        ((1, 7, 200), (2000, 7, 264)),
+    ):
+        counts = [-(-n // page_size) for n in kv_lengths]
+        pages = torch.randperm(sum(counts), dtype=torch.int32, device="cuda")
+        table = scree.from_lengths(pages, counts)
+        lengths = torch.tensor(kv_lengths, dtype=torch.int32, device="cuda")
+        caches = [
+            torch.zeros(sum(counts), page_size, kv_heads, width, device="cuda").to(cache_dtype)
+            for width in (dim, dim_v)
+        ]
+        q, k, v = (
+            scree.from_lengths(
+                torch.randn(sum(q_lengths), h, d, device="cuda").to(dtype), q_lengths
+            )
+            for h, d in ((heads, dim), (kv_heads, dim), (kv_heads, dim_v))
+        )
+        cached = min(n - m for n, m in zip(kv_lengths, q_lengths))
+        if cache_dtype == dtype and cached >= 0:
+            scree.append_paged(*caches, k, v, table, lengths, q=q, rope={}, kernel="triton")
+        arrays = q, *caches, table, lengths
+        for options in PAGED_OPTIONS:
+            options = {"causal": False, "return_lse": True, "kernel": "triton", **options}
+            scree.paged_attention(*arrays, **options)
+        if cached >= page_size:
+            levels = [([0, len(kv_lengths)], [1])]
+            scree.paged_attention(*arrays, shared_pages=levels, kernel="triton")
+    keys = scree.from_lengths(torch.randn(331, kv_heads, dim, device="cuda").to(dtype), [330, 1])
+    values = keys.with_values(torch.randn(331, kv_heads, dim_v, device="cuda").to(dtype))
+    q = scree.from_lengths(torch.randn(2, heads, dim, device="cuda").to(dtype), [1, 1])
+    scree.attention(q, keys, values, causal=True, kernel="triton")
+    torch.cuda.synchronize()
+    print("paged", dtype, cache_dtype, heads, kv_heads, dim, dim_v, page_size, flush=True)
 
 
 def main() -> None:
     """Run the cases given as arguments."""
+    if sys.argv[1:] in ([], ["paged"]):
+        for paged_case in PAGED_CASES:
+            run_paged(*paged_case)
+        if sys.argv[1:]:
+            return
     launch_configs.MANY_ROWS = 1
     for case in [CASES[int(i)] for i in sys.argv[1:]] or CASES:
         p = problem(case, "cuda")

@@ -19,6 +19,7 @@ LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
 SHORT = (1, 39, 0, 20, 5, 33, 64, 2, 0, 0, 63, 17, 300, 12, 130, 9, *(7,) * 30, 64, 1, 40)
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
+LONGEST = (40, 4999, 0, 300, 1)
 MASKS = [
     dict(),
     dict(causal=True),
@@ -144,6 +145,16 @@ CASES = [
         Case(dtype, dim, dim, 16, 16, LONG, causal=True)
         for dtype in (f16, bf16)
         for dim in (64, 128)
+    ),
+    # Key heads whose query heads are summed in splits.
+    *(
+        Case(dtype, dim, dim, 16, k_heads, LONG, k_lengths, slack=slack, **mask)
+        for (dtype, dim), k_heads, (k_lengths, slack), mask in itertools.product(
+            ((f16, 64), (bf16, 96), (bf16, 128), (f16, 160), (bf16, 256)),
+            (1, 2),
+            ((None, 0), (LONG[::-1], 70)),
+            (MASKS[0], MASKS[1]),
+        )
     ),
     *(
         Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True)
@@ -278,6 +289,24 @@ def test_rows_share_tiles(case, share_tiles):
     check(case, max_length=1000)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, dim, dim, heads, k_heads, LONGEST, k_lengths, slack=slack, **mask)
+        for (dtype, dim), (heads, k_heads), (k_lengths, slack), mask in itertools.product(
+            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 128)),
+            ((2, 2), (4, 1)),
+            ((None, 0), (LONGEST[::-1], 0), (None, 70)),
+            (MASKS[0], MASKS[1]),
+        )
+    ],
+    ids=lambda c: c.name,
+)
+def test_long_rows(case):
+    """Rows that are known to be long take larger tiles."""
+    check(case, max_length=max(LONGEST))
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="elsewhere float32 is multiplied as three TF32 products",
@@ -313,6 +342,68 @@ def test_float32_products(case):
 )
 def test_public_call(dtype, dim, options, bound):
     check_public_call("cuda", dtype, dim, options, bound)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize(
+    "dtype, dim, bound",
+    [*((bf16, dim, 2e-2) for dim in (32, 64, 128, 256)), (f16, 128, 4e-3), (f32, 64, 1e-5)],
+)
+def test_dropout_matches_standard_path(dtype, dim, bound, options):
+    """The kernels drop the pairs that the standard path in float64 drops."""
+    options = dict(dropout=0.2, seed=(1 << 35) + dim, **options)
+    check_public_call("cuda", dtype, dim, options, bound, slopes_per_row=dim == 64, factor=11)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize(
+    "dtype, dim, bound", [(bf16, 64, 2e-2), (bf16, 128, 2e-2), (f32, 64, 1e-5)]
+)
+def test_slopes_per_row_match_standard_path(dtype, dim, bound, options):
+    check_public_call("cuda", dtype, dim, options, bound, slopes_per_row=True, factor=11)
+
+
+def test_dropout_of_compiled_function_matches_eager():
+    import scree
+
+    q, k, v = (torch.randn((700, 4, 64), device="cuda", dtype=bf16) for _ in range(3))
+    cu, seed = offsets((300, 0, 400), "cuda"), torch.tensor([7], device="cuda")
+
+    def loss(q, k, v, seed):
+        x = scree.from_cu_seqlens(q, cu, max_length=400)
+        options = dict(causal=True, dropout=0.3, seed=seed, kernel="triton")
+        return scree.attention(x, x.with_values(k), x.with_values(v), **options).values
+
+    results = []
+    for f in (loss, torch.compile(loss, fullgraph=True)):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = f(*inputs, seed)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    assert all(map(torch.equal, *results))
+
+
+def test_graph_draws_another_mask_at_each_replay():
+    """A seed on the device is drawn again by each replay, and replays of one seed are equal."""
+    import scree
+
+    x = scree.from_lengths(torch.randn((500, 4, 64), device="cuda", dtype=bf16), [200, 300])
+    seed = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def attend():
+        return scree.attention(x, x, x, causal=True, dropout=0.3, seed=seed, kernel="triton").values
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    results = []
+    for number in (1, 2, 1):
+        seed.fill_(number)
+        graph.replay()
+        results.append(captured.clone())
+        assert torch.equal(captured, attend())
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
 
 
 def check_isolation(case, poisoned_names, rows, max_length=None):
@@ -466,7 +557,7 @@ def test_operator(dim):
     kind = p.q.dtype, dim, dim
     tiles = schedule_op(p.cu_q, p.cu_k, p.q.shape[0], *kind, 0, UNBOUNDED, 0)
     constants = tiles, 70, UNBOUNDED, 0, 0.1, 0.0
-    torch.library.opcheck(attention_op, (*args, None, p.cu_q, p.cu_k, *constants))
+    torch.library.opcheck(attention_op, (*args, None, None, p.cu_q, p.cu_k, *constants, 0))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 160])

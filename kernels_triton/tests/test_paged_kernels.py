@@ -361,3 +361,44 @@ def test_tiles_fit_the_shared_memory():
             used = fitted.columns * 2 * key[0] * key[1] * (fitted.num_stages - 1)
             assert used < shared_memory, (key, shared_memory)
     assert device_info(torch.device(DEVICE)).shared_memory >= 0
+
+
+class Decoder(torch.nn.Module):
+    """One step of generation: append the keys of a token per row, and attend to the cache."""
+
+    def __init__(self, caches, table):
+        super().__init__()
+        for name, x in zip(("k_pages", "v_pages"), caches):
+            self.register_buffer(name, x)
+        self.register_buffer("table", table)
+
+    def forward(self, q, k, v, lengths):
+        offsets = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        q, k, v = (scree.Array(x, offsets, max_length=1) for x in (q, k, v))
+        caches = scree.append_paged(self.k_pages, self.v_pages, k, v, self.table, lengths)
+        return scree.paged_attention(q, *caches, self.table, lengths).values
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_steps_have_the_bits_of_eager_steps(mode):
+    """The lengths change between the steps. Nothing keeps Inductor from capturing a CUDA graph."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    kv_lengths, dtype = (90, 33, 40), torch.bfloat16
+    caches, table, lengths, _ = make_cache(kv_lengths, 16, 2, (64, 64), dtype)
+    table = scree.to_padded(table, fill_value=0)[0]
+    eager = Decoder([x.clone() for x in caches], table)
+    compiled = torch.compile(Decoder(caches, table), mode=mode, fullgraph=True)
+    lengths -= 10
+    with torch.no_grad():
+        for i in range(8):
+            arrays = [draw(3, h, 64, dtype=dtype, seed=10 * i + h) for h in (8, 2)]
+            arrays = arrays[0], arrays[1], arrays[1] * 2, lengths
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(*arrays), eager(*arrays)), i
+            lengths += 1
+    assert not counters["inductor"]["cudagraph_skips"]
+    assert torch.equal(caches[0].nan_to_num(), eager.k_pages.nan_to_num())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
-from .. import caches, plots, results
+from .. import caches, plots, results, vllm_checkout
 from ..caches import Batch, Cache, Make
 from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
 from ..measure import PATIENCE, median
@@ -36,6 +38,8 @@ SHOWN = (
     "call_s",
     "call_rate",
     "call_of_copy_share",
+    "clean_l2_s",
+    "clean_l2_rate",
     "call_host_s",
     "plan_s",
     "less_floor_s",
@@ -48,7 +52,10 @@ PEERS: dict[str, tuple[str, Make]] = {
     "FlashInfer": ("flashinfer", caches.flashinfer_attend),
     "FA3 (contiguous)": ("fa3_fwd_interface", caches.fa3_contiguous),
     "FA4": ("flash_attn.cute", caches.fa4_paged),
+    "vLLM (Triton)": (vllm_checkout.MODULE, caches.vllm_attend),
 }
+#: Kinds that are also timed with a cache L2 that has no lines to write back.
+CLEAN_KINDS = ("decode", "fp8", "shared")
 #: Random shapes are drawn from these.
 SHAPES = {
     "page_size": (1, 8, 16, 64, 256),
@@ -152,13 +159,16 @@ def command(
 
     Only the keys and values of the rows count as bytes, and for an append those that are read and
     written. On CUDA, the host time is the time before the launch; the plan of FlashInfer is timed
-    apart. On the CPU, the peer gathers the pages and calls padded attention.
+    apart. The environment variable VLLM_CHECKOUT names a checkout of vLLM, whose Triton attention is
+    then a contender. On the CPU, the peer gathers the pages and calls padded attention.
     """
     chosen = parse_words(kinds, "--kinds", KINDS) or list(KINDS)
     with Session("decode", locals(), resolve_device(device)) as session:
         dtype = data_type(dtype, session.device)
         sizes = TINY if session.quick else CUDA if session.device == "cuda" else CPU
         session.limits()
+        if vllm := os.environ.get("VLLM_CHECKOUT"):
+            vllm_checkout.load(Path(vllm))
         for lib in installed_libraries(session, backend, ("numpy", "torch")):
             if dtype not in lib.arrays.dtypes:
                 session.leave_out(lib.name, f"has no {dtype}")
@@ -214,6 +224,8 @@ class Run(NamedTuple):
         if self.dtype not in HALF_DTYPES:
             return f"takes {' and '.join(HALF_DTYPES)}, not {self.dtype}"
         if not importable(module):
+            if module == vllm_checkout.MODULE:
+                return "needs a checkout of vLLM; set VLLM_CHECKOUT"
             return f"{module} cannot be imported"
         try:
             import_module(module)
@@ -232,6 +244,8 @@ class Run(NamedTuple):
             for name, contender in contenders.items()
         }
         rows = session.time(case, "call_s", builds, wait=lib.wait)
+        if session.device == "cuda" and case["kind"] in CLEAN_KINDS:
+            session.time(case, "clean_l2_s", builds, wait=lib.wait, has_clean_l2=True)
         copy_rate = session.limits().get("copy_rate")
         references: dict[int, Any] = {}
         for name, row in rows.items():
@@ -241,6 +255,8 @@ class Run(NamedTuple):
             if contender.traffic:
                 rate = contender.traffic / row.values["call_s"]
                 row.values["call_rate"] = rate
+                if "clean_l2_s" in row.values:
+                    row.values["clean_l2_rate"] = contender.traffic / row.values["clean_l2_s"]
                 row.values |= {"call_of_copy_share": rate / copy_rate} if copy_rate else {}
             if contender.attends:
                 arrays = contender.cache()

@@ -23,6 +23,8 @@ from ..sm90.pipeline import (
     load_tile,
     pdl_launch_dependents,
     pdl_wait,
+    ping_pong_arrive,
+    ping_pong_wait,
     publish_attended,
     publish_tile,
     receive_attended,
@@ -202,7 +204,17 @@ def _start_mma_when_full(
 
 
 @gluon.jit
-def _skip_blocks(blocks, a_full, a_empty, b_full, b_empty, step, STAGES: gl.constexpr):
+def _skip_blocks(
+    wg: gl.constexpr,
+    blocks,
+    a_full,
+    a_empty,
+    b_full,
+    b_empty,
+    step,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
     """Release blocks that this warp group does not need, and return the next step."""
     for _ in range(blocks):
         stage = step % STAGES
@@ -211,12 +223,15 @@ def _skip_blocks(blocks, a_full, a_empty, b_full, b_empty, step, STAGES: gl.cons
         mbarrier.arrive(a_empty.index(stage), count=1)
         mbarrier.wait(b_full.index(stage), phase)
         mbarrier.arrive(b_empty.index(stage), count=1)
+        ping_pong_wait(wg, step, PING_PONG)
+        ping_pong_arrive(wg, step, PING_PONG)
         step += 1
     return step
 
 
 @gluon.jit
 def _dq_step(
+    wg: gl.constexpr,
     q,
     do,
     k_smem,
@@ -245,11 +260,14 @@ def _dq_step(
     STAGES: gl.constexpr,
     LAYOUT_S: gl.constexpr,
     LAYOUT_O: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Add the contribution of key block `step` to dQ."""
     stage = step % STAGES
+    ping_pong_wait(wg, step, PING_PONG)
     scores = _start_mma_when_full(q, k_smem, k_full, step, PARTS, LAYOUT_S, STAGES)
     dp = _start_mma_when_full(do, v_smem, v_full, step, PARTS_V, LAYOUT_S, STAGES)
+    ping_pong_arrive(wg, step, PING_PONG)
     scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
     capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
     scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_n, ALIBI)
@@ -355,6 +373,7 @@ def _dq_consumer(
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -381,6 +400,8 @@ def _dq_consumer(
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
+    if wg == CONSUMERS - 1:  # the first warp group starts
+        ping_pong_arrive(wg, step, PING_PONG)
     pdl_wait(step)
     mbarrier.wait(q_full.index(0), 0)
     q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
@@ -448,7 +469,15 @@ def _dq_consumer(
                 n_block_min,
             )
         step = _skip_blocks(
-            n_block_max - wg_n_block_max, k_full, k_empty, v_full, v_empty, step, STAGES
+            wg,
+            n_block_max - wg_n_block_max,
+            k_full,
+            k_empty,
+            v_full,
+            v_empty,
+            step,
+            STAGES,
+            PING_PONG,
         )
         last_key, full_blocks = get_key_limits(
             wg_start_m + diagonal_offset,
@@ -503,6 +532,7 @@ def _dq_consumer(
             dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
             for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
                 dq = _dq_step(
+                    wg,
                     q,
                     do,
                     k_smem,
@@ -531,6 +561,7 @@ def _dq_consumer(
                     STAGES,
                     LAYOUT_S,
                     LAYOUT_O,
+                    PING_PONG,
                 )
                 step += 1
         for p in gl.static_range(PARTS):
@@ -602,6 +633,7 @@ def attention_dq_sm90_kernel(
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Compute dQ, stored through its descriptor, and STATS (2, heads, total_q) for `attention_dkdv_sm90_kernel`.
 
@@ -678,6 +710,7 @@ def attention_dq_sm90_kernel(
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -730,6 +763,7 @@ def attention_dq_sm90_kernel(
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -757,6 +791,7 @@ def attention_dq_sm90_kernel(
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -809,6 +844,7 @@ def attention_dq_sm90_kernel(
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -836,6 +872,7 @@ def attention_dq_sm90_kernel(
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -863,6 +900,7 @@ def attention_dq_sm90_kernel(
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -936,7 +974,8 @@ def dkdv_producer(
         total_q,
         stats_stride,
         heads,
-        qheads_per_khead,
+        qheads_per_split,
+        splits_per_khead,
         heads_in_l2,
     ) = producer_args
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -945,12 +984,13 @@ def dkdv_producer(
     if MERGED:
         attended, total_k = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
-    total_tiles = num_tiles * (heads // qheads_per_khead)
+    total_tiles = num_tiles * (heads // qheads_per_split)
     tile_id = gl.program_id(0)
     work_idx = 0
     step = 0
     while tile_id >= 0:
         tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+        k_head = head // splits_per_khead
         k_offset, seqlen_k, q_offset, seqlen_q, start_n = load_tile(tile)
         k_stage = work_idx % K_STAGES
         mbarrier.wait(k_empty.index(k_stage), ((work_idx // K_STAGES) & 1) ^ 1)
@@ -973,7 +1013,7 @@ def dkdv_producer(
                     k_offset,
                     seqlen_k,
                     wg_start_n,
-                    head_coordinate(head, stride_kh, k_smem),
+                    head_coordinate(k_head, stride_kh, k_smem),
                     k_full.index(k_stage),
                     k_smem,
                     slot,
@@ -984,7 +1024,7 @@ def dkdv_producer(
                     k_offset,
                     seqlen_k,
                     wg_start_n,
-                    head_coordinate(head, stride_vh, v_smem),
+                    head_coordinate(k_head, stride_vh, v_smem),
                     k_full.index(k_stage),
                     v_smem,
                     slot,
@@ -1005,7 +1045,7 @@ def dkdv_producer(
                 WINDOW,
             )
             for q_head in range(
-                head * qheads_per_khead, head * qheads_per_khead + qheads_per_khead
+                head * qheads_per_split, head * qheads_per_split + qheads_per_split
             ):
                 stats = STATS + q_head.to(gl.int64) * total_q + q_offset
                 for m_block in range(m_block_min, m_block_max):
@@ -1058,6 +1098,7 @@ def dkdv_producer(
 
 @gluon.jit
 def _dkdv_step(
+    wg: gl.constexpr,
     k,
     v,
     q_smem,
@@ -1092,6 +1133,7 @@ def _dkdv_step(
     HAS_DV: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT_S: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Add the contribution of query block `step` to dK and dV.
 
@@ -1101,9 +1143,11 @@ def _dkdv_step(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_S, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
     stage = step % STAGES
+    ping_pong_wait(wg, step, PING_PONG)
     scores = _start_mma_when_full(k, q_smem, q_full, step, PARTS, LAYOUT_S, STAGES)
     if HAS_DK:
         dp = _start_mma_when_full(v, do_smem, do_full, step, PARTS_V, LAYOUT_S, STAGES)
+    ping_pong_arrive(wg, step, PING_PONG)
     lse = lse_smem.index(stage).load(COLUMN)
     scores = warpgroup_mma_wait(PARTS_V if HAS_DK else 0, deps=(scores,))
     if MERGED:
@@ -1161,6 +1205,17 @@ def _dkdv_step(
     return dk, dv
 
 
+@gluon.constexpr_function
+def store_layout(accumulator, columns, in_float32):
+    """Return the layout in which a tile is stored.
+
+    Four threads of an accumulator hold 32 adjacent bytes in float32, so it needs no conversion.
+    """
+    if in_float32:
+        return accumulator
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _dkdv_consumer(
     wg: gl.constexpr,
@@ -1188,17 +1243,15 @@ def _dkdv_consumer(
     ALIBI: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr,
     SKIP_BLOCKS: gl.constexpr,
+    IN_FLOAT32: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     WG_N: gl.constexpr = BLOCK_N // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
-    )
-    LAYOUT_STORE_V: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
-    )
+    LAYOUT_STORE: gl.constexpr = store_layout(LAYOUT_DK, BLOCK_D, IN_FLOAT32)
+    LAYOUT_STORE_V: gl.constexpr = store_layout(LAYOUT_DV, BLOCK_DV, IN_FLOAT32)
     (
         q_smem,
         k_smem,
@@ -1214,10 +1267,12 @@ def _dkdv_consumer(
         do_full,
         do_empty,
     ) = smem
-    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap = consumer_args
+    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap = consumer_args
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
+    if wg == CONSUMERS - 1:
+        ping_pong_arrive(wg, step, PING_PONG)
     mbarrier.wait(k_full.index(0), 0)
     k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(0))
     while seqlen_k > 0:
@@ -1279,14 +1334,23 @@ def _dkdv_consumer(
         )
         dk = zero_accumulators(WG_N, PARTS if HAS_DK else 0, LAYOUT_DK)
         dv = zero_accumulators(WG_N, PARTS_V if HAS_DV else 0, LAYOUT_DV)
-        for g in range(qheads_per_khead):
-            slope = gl.load(SLOPES + head * qheads_per_khead + g) * LOG2E if ALIBI else 0.0
+        for g in range(qheads_per_split):
+            slope = gl.load(SLOPES + head * qheads_per_split + g) * LOG2E if ALIBI else 0.0
             step = _skip_blocks(
-                wg_m_block_min - m_block_min, q_full, q_empty, do_full, do_empty, step, STAGES
+                wg,
+                wg_m_block_min - m_block_min,
+                q_full,
+                q_empty,
+                do_full,
+                do_empty,
+                step,
+                STAGES,
+                PING_PONG,
             )
             if WINDOW or MERGED:
                 for m_block in range(wg_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
+                        wg,
                         k,
                         v,
                         q_smem,
@@ -1321,15 +1385,25 @@ def _dkdv_consumer(
                         HAS_DV,
                         STAGES,
                         LAYOUT_S,
+                        PING_PONG,
                     )
                     step += 1
                 step = _skip_blocks(
-                    m_block_max - wg_m_block_max, q_full, q_empty, do_full, do_empty, step, STAGES
+                    wg,
+                    m_block_max - wg_m_block_max,
+                    q_full,
+                    q_empty,
+                    do_full,
+                    do_empty,
+                    step,
+                    STAGES,
+                    PING_PONG,
                 )
             else:
                 if CAUSAL:
                     for m_block in range(wg_m_block_min, full_m_block_min):
                         dk, dv = _dkdv_step(
+                            wg,
                             k,
                             v,
                             q_smem,
@@ -1364,10 +1438,12 @@ def _dkdv_consumer(
                             HAS_DV,
                             STAGES,
                             LAYOUT_S,
+                            PING_PONG,
                         )
                         step += 1
                 for _ in range(full_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
+                        wg,
                         k,
                         v,
                         q_smem,
@@ -1402,6 +1478,7 @@ def _dkdv_consumer(
                         HAS_DV,
                         STAGES,
                         LAYOUT_S,
+                        PING_PONG,
                     )
                     step += 1
         mbarrier.arrive(k_empty.index(work_idx % K_STAGES), count=1)
@@ -1455,7 +1532,8 @@ def attention_dkdv_sm90_kernel(
     total_q,
     stats_stride,
     heads,
-    qheads_per_khead,
+    qheads_per_split,
+    splits_per_khead,
     heads_in_l2,
     window_left,
     window_right,
@@ -1481,15 +1559,21 @@ def attention_dkdv_sm90_kernel(
     ALIBI: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr,
     SKIP_BLOCKS: gl.constexpr,
+    IN_FLOAT32: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Compute DK and DV, or one of them, for one key tile and key head at a time.
 
-    Each tile sums over all query heads that share the key head.
+    The query heads of a key head are summed in `splits_per_khead` splits. DK and DV have one head
+    per split. With more than one split they are float32, and `attention_sum_splits_kernel` adds
+    them up.
 
     KV_IN_REGISTERS
         Keys and values stay in registers, which halves the shared-memory reads of the scores.
     SKIP_BLOCKS
         A warp group skips blocks of which it needs nothing.
+    IN_FLOAT32
+        DK and DV are float32.
     """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = allocate_ring(q_desc, STAGES * PARTS)
@@ -1535,10 +1619,11 @@ def attention_dkdv_sm90_kernel(
         total_q,
         stats_stride,
         heads,
-        qheads_per_khead,
+        qheads_per_split,
+        splits_per_khead,
         heads_in_l2,
     )
-    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap
+    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap
     window_right = 0 if CAUSAL else window_right
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -1571,6 +1656,8 @@ def attention_dkdv_sm90_kernel(
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1626,6 +1713,8 @@ def attention_dkdv_sm90_kernel(
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1656,6 +1745,8 @@ def attention_dkdv_sm90_kernel(
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1711,6 +1802,8 @@ def attention_dkdv_sm90_kernel(
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1741,6 +1834,8 @@ def attention_dkdv_sm90_kernel(
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1771,6 +1866,8 @@ def attention_dkdv_sm90_kernel(
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (

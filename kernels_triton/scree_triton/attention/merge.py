@@ -71,8 +71,11 @@ class MergeArgs:
 
 
 @lru_cache(64)
-def _launch(width: int) -> tuple[Launch, int]:
-    """Return the launch for rows of a width, and the rows per CTA."""
+def _launch(width: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Launch, int]:
+    """Return the launch for rows of a width, and the rows per CTA.
+
+    A `Launch` has variants per alignment but not per dtype, so every pair of dtypes has its own.
+    """
     block = triton.next_power_of_2(width)
     tile = max(1, _BLOCK // block)
     sizes = dict(DIM=width, BLOCK_D=block, TILE=tile)
@@ -88,7 +91,7 @@ def _prepare(
     count, new = math.prod(rows), empty(device.type)
     out_spec = *contiguous(shape), dtype
     lse_spec = *contiguous(tuple(rows)), lse_dtype
-    launch, tile = _launch(max(width, 1))
+    launch, tile = _launch(max(width, 1), (dtype, lse_dtype))
 
     def run(
         out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor

@@ -18,7 +18,7 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
-    bind_args,
+    bind_launch,
     empty,
     launch_args,
     on_device,
@@ -34,7 +34,9 @@ _MIN_ROWS, _MAX_ROWS, _MAX_SHARED_ROWS = 16, 64, 8
 #: Rows up to which CTAs of `decode_kernel` have one key head each.
 _FEW_ROWS = 8
 #: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
-_ROWS_AT_A_TIME = (16, 64, 256, 1024)
+_ROWS_AT_A_TIME = (1, 16, 64, 256, 1024)
+#: Rows up to which CTAs of `combine_kernel` have a row each.
+_MAX_ROWS_BY_ROW = 16
 #: Parts that `combine_kernel` loads at a time, for few rows and for many, and elements at most.
 _PARTS_OF_FEW, _PARTS_OF_MANY, _MAX_COMBINED = 64, 8, 1 << 13
 
@@ -50,10 +52,10 @@ class _Tile(NamedTuple):
 
 #: By bytes per element of the cache and padded head_dim.
 _DECODE_TILES = {
-    (1, 64): _Tile(256, 4, 3, 1),
-    (1, 128): _Tile(128, 4, 3, 1),
+    (1, 64): _Tile(128, 4, 3, 3),
+    (1, 128): _Tile(64, 4, 3, 3),
     (1, 256): _Tile(64, 4, 3, 1),
-    (2, 64): _Tile(128, 4, 3, 1),
+    (2, 64): _Tile(128, 4, 3, 2),
     (2, 128): _Tile(64, 4, 3, 2),
     (2, 256): _Tile(64, 4, 3, 1),
     (4, 64): _Tile(64, 4, 3, 1),
@@ -66,7 +68,7 @@ _PREFILL_TILES = {
     (1, 128): _Tile(64, 8, 3),
     (1, 256): _Tile(32, 8, 2),
     (2, 64): _Tile(64, 8, 3),
-    (2, 128): _Tile(64, 8, 3),
+    (2, 128): _Tile(128, 8, 3),
     (2, 256): _Tile(32, 8, 2),
     (4, 64): _Tile(32, 8, 2),
     (4, 128): _Tile(32, 8, 2),
@@ -118,7 +120,6 @@ class DecodeArgs:
     stride_vt: Stride
     stride_vh: Stride
     n: Number
-    slots: Number
     window_left: Number
     window_right: Number
     scale: Number
@@ -137,7 +138,6 @@ class CombineArgs:
     LSE: Pointer
     PARTIAL: Pointer
     n: Number
-    slots: Number
     window_left: Number
 
 
@@ -294,8 +294,9 @@ class _LaunchConfig:
             IS_PAGED=shape.page_size > 0,
             LENGTHS=shape.rows_at_a_time,
             MANY=shape.has_many_rows,
+            SLOTS=self.slots,
         )
-        self.by_row = bool(self.split) or shape.rows_at_a_time == _ROWS_AT_A_TIME[0]
+        self.by_row = bool(self.split) or shape.rows_at_a_time <= _MAX_ROWS_BY_ROW
         last = dict(PRECISION="tf32" if allows_tf32 else "tf32x3")
         # Few rows may have many parts each, of which a CTA loads as many as it can.
         self.used = triton.next_power_of_2(self.used)
@@ -412,25 +413,31 @@ class _LaunchConfig:
             value_scale=spec.value_scale,
             table_width=0 if is_table_ragged else pages.stride(0),
         )
-        decode_args = bind_args(DecodeArgs, slots=slots, **numbers)
-        prefill_args = bind_args(PrefillArgs, bisections=n.bit_length(), **numbers)
-        combine_args = bind_args(CombineArgs, n=n, slots=slots, window_left=spec.left)
-        combine_prefill_args = bind_args(
-            CombinePrefillArgs,
-            n=n,
-            bisections=n.bit_length(),
-            window_left=spec.left,
-            window_right=spec.right,
-        )
-        decode, combine = self.decode, self.combine
+        bisections = n.bit_length()
+        prefill_numbers = numbers | dict(bisections=bisections)
         prefill_programs = (total // self.queries + n) * shape.kv_heads if self.has_prefill else 0
         prefill_parts = self.prefill_parts(prefill_programs)
-        prefill, combine_prefill = self.prefill_launches(prefill_parts)
         prefill_size = 0
         if prefill_parts > 1:
             prefill_size = prefill_programs * prefill_parts * _PREFILL_ROWS * (dim_v + 4)
-        decode_programs = self.ctas
-        combine_programs = (n if self.by_row else slots) * shape.kv_heads * self.tiles
+        prefill_launch, combine_prefill_launch = self.prefill_launches(prefill_parts)
+        prefill = bind_launch(
+            prefill_launch, prefill_programs * prefill_parts, PrefillArgs, **prefill_numbers
+        )
+        combine_prefill = bind_launch(
+            combine_prefill_launch,
+            prefill_programs * (_PREFILL_ROWS // _COMBINED_ROWS),
+            CombinePrefillArgs,
+            **{name: prefill_numbers[name] for name in CombinePrefillArgs.numbers},
+        )
+        decode = bind_launch(self.decode, self.ctas, DecodeArgs, **numbers)
+        combine = bind_launch(
+            self.combine,
+            (n if self.by_row else slots) * shape.kv_heads * self.tiles,
+            CombineArgs,
+            n=n,
+            window_left=spec.left,
+        )
 
         def run(
             q: torch.Tensor,
@@ -449,29 +456,56 @@ class _LaunchConfig:
             if not (n and total):
                 return out, lse
             partial = new((size,), (1,), torch.float32)
-            arrays = dict(
+            lse_or_out = out if lse is None else lse
+            if page_offsets is None:
+                page_offsets = pages
+            if slopes is None:
+                slopes = q
+            if k_scale is None:
+                k_scale = v_scale = q
+            if prefill_programs:
+                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else out
+                prefill(
+                    Q=q,
+                    K=k,
+                    V=v,
+                    PAGES=pages,
+                    PAGE_OFFSETS=page_offsets,
+                    KV_LENGTHS=kv_lengths,
+                    Q_OFFSETS=q_offsets,
+                    SLOPES=slopes,
+                    K_SCALE=k_scale,
+                    V_SCALE=v_scale,
+                    OUT=out,
+                    LSE=lse_or_out,
+                    PARTIAL=cut,
+                )
+                if prefill_size:
+                    combine_prefill(
+                        KV_LENGTHS=kv_lengths,
+                        Q_OFFSETS=q_offsets,
+                        OUT=out,
+                        LSE=lse_or_out,
+                        PARTIAL=cut,
+                    )
+            decode(
                 Q=q,
                 K=k,
                 V=v,
                 PAGES=pages,
-                PAGE_OFFSETS=pages if page_offsets is None else page_offsets,
+                PAGE_OFFSETS=page_offsets,
                 KV_LENGTHS=kv_lengths,
                 Q_OFFSETS=q_offsets,
-                SLOPES=q if slopes is None else slopes,
-                K_SCALE=q if k_scale is None else k_scale,
-                V_SCALE=q if v_scale is None else v_scale,
+                SLOPES=slopes,
+                K_SCALE=k_scale,
+                V_SCALE=v_scale,
                 OUT=out,
-                LSE=out if lse is None else lse,
+                LSE=lse_or_out,
+                PARTIAL=partial,
             )
-            results = dict(KV_LENGTHS=kv_lengths, Q_OFFSETS=q_offsets, OUT=out, LSE=arrays["LSE"])
-            if prefill_programs:
-                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else out
-                prefill(prefill_programs * prefill_parts, prefill_args(PARTIAL=cut, **arrays))
-                if prefill_size:
-                    programs = prefill_programs * (_PREFILL_ROWS // _COMBINED_ROWS)
-                    combine_prefill(programs, combine_prefill_args(PARTIAL=cut, **results))
-            decode(decode_programs, decode_args(PARTIAL=partial, **arrays))
-            combine(combine_programs, combine_args(PARTIAL=partial, **results))
+            combine(
+                KV_LENGTHS=kv_lengths, Q_OFFSETS=q_offsets, OUT=out, LSE=lse_or_out, PARTIAL=partial
+            )
             return out, lse
 
         return on_device(self.index, run)
@@ -522,10 +556,12 @@ def _select(
 
 def _has_pairs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether two caches of 8 bits can be loaded in pairs of numbers."""
-    numbers = (*k.stride()[:-1], *v.stride()[:-1], k.shape[-1], v.shape[-1])
+    widths = k.shape[-1], v.shape[-1]
+    numbers = (*k.stride()[:-1], *v.stride()[:-1], *widths)
     return (
         q.dtype.itemsize == 2
         and k.dtype.itemsize == v.dtype.itemsize == 1
+        and min(widths) > 16  # a matrix product takes 16 numbers, of every other pair
         and not (k.data_ptr() % 2 or v.data_ptr() % 2)
         and all(number % 2 == 0 for number in numbers)
     )
@@ -593,8 +629,10 @@ def is_decoding(call: Any) -> bool:
     """
     q, k, v = call.q.values, call.k.values, call.v.values
     rows = call.q.layout.max_length_bound * (q.shape[1] // max(k.shape[1], 1))
+    has_row_slopes = call.alibi_slopes is not None and call.alibi_slopes.ndim == 2
     return (
-        call.k.layout is not call.q.layout
+        not (call.dropout or has_row_slopes)
+        and call.k.layout is not call.q.layout
         and rows <= _MIN_ROWS
         and rows < call.k.layout.max_length_bound
         and not any(x.requires_grad for x in (q, k, v))
@@ -608,7 +646,7 @@ def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
     """
     return_lse, n, max_length = call.return_lse, call.q.batch_size, call.q.layout.max_length_bound
     has_slopes = call.alibi_slopes is not None
-    options = Spec(*spec, value_scale=1.0, split_size=0, return_lse=return_lse)
+    options = Spec(*spec[:4], value_scale=1.0, split_size=0, return_lse=return_lse)
     prepared: dict[bool, Callable[..., Any]] = {}
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:

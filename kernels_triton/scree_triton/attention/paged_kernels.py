@@ -32,7 +32,6 @@ USES_PTX = tl.constexpr(not INTERPRETED)
 
 UNSPECIALIZED = (
     "n",
-    "slots",
     "bisections",
     "window_left",
     "window_right",
@@ -81,8 +80,12 @@ def _load_block(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    IS_FULL: tl.constexpr,
 ):
-    """Load a block of keys or values, (BLOCK_N * HEADS, BLOCK_D); 0 after `end` and DIM."""
+    """Load a block of keys or values, (BLOCK_N * HEADS, BLOCK_D); 0 after `end` and DIM.
+
+    With IS_FULL the block ends before `end`.
+    """
     column = tl.arange(0, BLOCK_N * HEADS)
     offs_d = tl.arange(0, BLOCK_D)
     token = column // HEADS
@@ -96,10 +99,13 @@ def _load_block(
     else:
         place = ((start + token) % PAGE_SIZE).to(tl.int64)
         offset = page.to(tl.int64) * stride_p + place * stride_t + head
+    pointers = X + offset[:, None] + offs_d[None, :]
+    if IS_FULL and DIM == BLOCK_D:
+        return tl.load(pointers)
     mask = (start + token < end)[:, None]
     if DIM != BLOCK_D:
         mask = mask & (offs_d < DIM)[None, :]
-    return tl.load(X + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -156,9 +162,11 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    IS_FULL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SUM_LATER: tl.constexpr,
+    SCALE_PER_ROW: tl.constexpr,
     PAIRS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -184,6 +192,8 @@ def _attend(
         stride_vp = stride_kp
         stride_vt = stride_kt
         stride_vh = stride_kh
+    factor = scale * LOG2E
+    row_factor = tl.reshape(factor, BLOCK_M) if SCALE_PER_ROW else factor
     if PAIRS:
         KEY = K.dtype.element_ty
         VALUE = V.dtype.element_ty
@@ -195,11 +205,11 @@ def _attend(
         next_page = _load_pages(PAGES, start + BLOCK_N, end, HEADS, BLOCK_N, PAGE_SIZE)
         k = _load_block(
             K, page, start, end, stride_kp // SIZE, stride_kt // SIZE, stride_kh // SIZE, HEADS,
-            HEAD_DIM // SIZE, BLOCK_D // SIZE, BLOCK_N, PAGE_SIZE,
+            HEAD_DIM // SIZE, BLOCK_D // SIZE, BLOCK_N, PAGE_SIZE, IS_FULL,
         )  # fmt: skip
         v = _load_block(
             V, page, start, end, stride_vp // SIZE, stride_vt // SIZE, stride_vh // SIZE, HEADS,
-            HEAD_DIM_V // SIZE, BLOCK_DV // SIZE, BLOCK_N, PAGE_SIZE,
+            HEAD_DIM_V // SIZE, BLOCK_DV // SIZE, BLOCK_N, PAGE_SIZE, IS_FULL,
         )  # fmt: skip
         if PAIRS:
             k, k_odd = _unpack(k, KEY)
@@ -207,24 +217,30 @@ def _attend(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if PAIRS:
             scores = tl.dot(q_odd, tl.trans(k_odd), scores)
-        if SOFTCAP:
-            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-        else:
-            scores = scores * (scale * LOG2E)
         token = start + (column // HEADS)[None, :]
         aligned = position[:, None]
+        if SOFTCAP:
+            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+        elif ALIBI:
+            scores = scores * factor
         if ALIBI:
             scores -= slope[:, None] * tl.abs(aligned - token).to(tl.float32)
-        attended = token < end
-        if HEADS > 1:
-            attended = attended & own_head
-        if HAS_LEFT:
-            attended = attended & (token >= aligned - window_left)
-        if HAS_RIGHT:
-            attended = attended & (token <= aligned + window_right)
-        scores = tl.where(attended, scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        p = tl.exp2(scores - new_max[:, None])
+        if not IS_FULL:
+            attended = token < end
+            if HEADS > 1:
+                attended = attended & own_head
+            if HAS_LEFT:
+                attended = attended & (token >= aligned - window_left)
+            if HAS_RIGHT:
+                attended = attended & (token <= aligned + window_right)
+            scores = tl.where(attended, scores, -float("inf"))
+        if SOFTCAP or ALIBI:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            p = tl.exp2(scores - new_max[:, None])
+        else:
+            # The factor is positive, so the scores are scaled and subtracted by one instruction.
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * row_factor)
+            p = tl.exp2(scores * factor - new_max[:, None])
         alpha = tl.exp2(row_max - new_max)
         if SUM_LATER:
             row_sum = row_sum * alpha[:, None] + p
@@ -290,6 +306,15 @@ def _as_float16(q):
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.clamp(exponent.to(tl.float32, bitcast=True), 2.0**-100, 2.0**100)[:, None]
     return (q.to(tl.float32) / power).to(tl.float16), power
+
+
+@triton.jit
+def _with_positive_scale(q, scale):
+    """Return queries and a positive scale with the same product.
+
+    A scale of 0 becomes tiny, because its product with a masked score would be NaN.
+    """
+    return tl.where(scale < 0, -q, q), tl.maximum(tl.abs(scale), 1e-30)
 
 
 @triton.jit
@@ -411,6 +436,11 @@ def _total_units(
     MANY: tl.constexpr,
 ):
     """Return the units of the first n rows; without MANY at most LENGTHS."""
+    if LENGTHS == 1:
+        return _num_units(
+            KV_LENGTHS, Q_OFFSETS, n * 0, n > 0, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT, SPLIT,
+            IS_PAGED,
+        )  # fmt: skip
     total = tl.zeros([LENGTHS], tl.int32)
     for start in range(0, n if MANY else 1, LENGTHS):
         row = start + tl.arange(0, LENGTHS)
@@ -440,6 +470,8 @@ def _find_row(
     """Return the row of a unit, and the first unit of that row."""
     row = n * 0
     first = unit * 0
+    if LENGTHS == 1:
+        return row, first
     for start in range(0, n if MANY else 1, LENGTHS):
         rows = start + tl.arange(0, LENGTHS)
         units = _num_units(
@@ -457,16 +489,16 @@ def _find_row(
 
 
 @triton.jit
-def _first_unit(total, slot, slots):
+def _first_unit(total, slot, SLOTS: tl.constexpr):
     """Return the first unit of a slot, of equal shares of all units."""
-    return slot * (total // slots) + tl.minimum(slot, total % slots)
+    return slot * (total // SLOTS) + tl.minimum(slot, total % SLOTS)
 
 
 @triton.jit
-def _slot_of(total, unit, slots):
+def _slot_of(total, unit, SLOTS: tl.constexpr):
     """Return the slot of a unit."""
-    share = total // slots
-    large = total % slots  # slots with one unit more
+    share = total // SLOTS
+    large = total % SLOTS  # slots with one unit more
     end = large * (share + 1)
     return tl.where(unit < end, unit // (share + 1), large + (unit - end) // tl.maximum(share, 1))
 
@@ -495,7 +527,6 @@ def decode_kernel(
     stride_vt,
     stride_vh,
     n,
-    slots,
     window_left,
     window_right,
     scale,
@@ -524,6 +555,7 @@ def decode_kernel(
     IS_PAGED: tl.constexpr,
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
+    SLOTS: tl.constexpr,
     PAIRS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -552,8 +584,8 @@ def decode_kernel(
         LENGTHS,
         MANY,
     )
-    unit = _first_unit(total, slot, slots)
-    last = _first_unit(total, slot + 1, slots)
+    unit = _first_unit(total, slot, SLOTS)
+    last = _first_unit(total, slot + 1, SLOTS)
     row, first = _find_row(
         KV_LENGTHS,
         Q_OFFSETS,
@@ -605,6 +637,7 @@ def decode_kernel(
             if IS_NARROW:
                 q, power = _as_float16(q)
                 row_scale = scale * power
+            q, row_scale = _with_positive_scale(q, row_scale)
             acc, row_max, row_sum = _attend(
                 tl.zeros([HEADS * ROWS, BLOCK_DV], tl.float32),
                 tl.full([HEADS * ROWS], INITIAL_MAX, tl.float32),
@@ -638,9 +671,11 @@ def decode_kernel(
                 PAGE_SIZE,
                 HAS_LEFT,
                 HAS_RIGHT,
+                False,
                 SOFTCAP,
                 ALIBI,
                 True,
+                SCALED or IS_NARROW,
                 PAIRS,
                 SAME_STRIDES,
                 PRECISION,
@@ -691,7 +726,6 @@ def combine_kernel(
     LSE,
     PARTIAL,
     n,
-    slots,
     window_left,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -705,6 +739,7 @@ def combine_kernel(
     IS_PAGED: tl.constexpr,
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
+    SLOTS: tl.constexpr,
     BY_ROW: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -748,10 +783,10 @@ def combine_kernel(
             LENGTHS,
             MANY,
         )
-        slot = _slot_of(total, first, slots)
+        slot = _slot_of(total, first, SLOTS)
     else:
         slot = row
-        end = _first_unit(total, slot + 1, slots)
+        end = _first_unit(total, slot + 1, SLOTS)
         row, first = _find_row(
             KV_LENGTHS, Q_OFFSETS, n, tl.maximum(end - 1, 0), window_left, GROUP, ROWS, BLOCK_N,
             HAS_LEFT, SPLIT, IS_PAGED, LENGTHS, MANY,
@@ -773,10 +808,10 @@ def combine_kernel(
     if SPLIT:
         parts = units
     else:
-        parts = _slot_of(total, first + units - 1, slots) - slot + 1
+        parts = _slot_of(total, first + units - 1, SLOTS) - slot + 1
     is_cut = (units > 0) & (parts > 1)
     if not BY_ROW:
-        is_cut &= (first >= _first_unit(total, slot, slots)) & (first < end)
+        is_cut &= (first >= _first_unit(total, slot, SLOTS)) & (first < end)
     q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
     q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
     if PDL:
@@ -974,6 +1009,7 @@ def prefill_kernel(
     if IS_NARROW:
         q, power = _as_float16(q)
         scale = scale * power
+    q, scale = _with_positive_scale(q, scale)
     aligned = kv_length - q_length + query  # the key that is aligned with the first query
     begin, full_begin, full_end, end = _attended_keys(
         kv_length, aligned, queries, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
@@ -1037,11 +1073,13 @@ def prefill_kernel(
                 BLOCK_DV,
                 BLOCK_N,
                 PAGE_SIZE,
-                HAS_LEFT and masked != 1,
-                HAS_RIGHT and masked != 1,
+                HAS_LEFT,
+                HAS_RIGHT,
+                masked == 1,
                 SOFTCAP,
                 ALIBI,
                 False,
+                IS_NARROW,
                 False,
                 SAME_STRIDES,
                 PRECISION,

@@ -9,10 +9,11 @@ Descriptors are ragged (see `launch.Ragged`): TMA itself ends at a row's last to
 zeros. So no tile ever holds a token of another row.
 
 A head is read as PARTS parts of BLOCK_D numbers: one part of 32, 64 or 128 up to head_dim 128,
-three of 64 up to 192, two of 128 up to 256. Where the parts are wider than HEAD_DIM, TMA fills the
-rest with zeros. The heads of v have HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the
-parts of one operand. Products that sum over the head dimension add up over the parts; products that
-produce the head dimension return a tuple with one accumulator per part.
+except three of 32 from 65 to 96; five of 32 up to 160, three of 64 up to 192, two of 128 up to 256.
+Where the parts are wider than HEAD_DIM, TMA fills the rest with zeros. The heads of v have
+HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the parts of one operand. Products that sum
+over the head dimension add up over the parts; products that produce the head dimension return a
+tuple with one accumulator per part.
 """
 
 from collections.abc import Iterator
@@ -52,9 +53,11 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     than a device's queue of launches. A captured graph may be replayed at any time, so it gets
     counters that nothing else uses.
     """
-    if torch.cuda.is_current_stream_capturing():
+    stream = current_stream(device.index)
+    # CUDA cannot capture the default stream, which is 0.
+    if stream and torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, current_stream(device.index)
+    key = device.index, stream
     counters = _counters.get(key)
     if counters is None:
         # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.
@@ -187,6 +190,16 @@ def wait_mma(pending: gl.constexpr, acc, a, PARTS: gl.constexpr):
 
 
 # --- Barriers
+# One thread arrives for all warps of a partition, and every warp polls. If the thread arrived while
+# another warp still polls, the other side could use the slot again, complete the next phase of the
+# same parity, and leave the slow warp waiting forever (Triton's pull request 10035). It cannot:
+# - Consumers: Triton puts a barrier of the warp group before each arrival. So all four warps have
+#   left every earlier wait.
+# - Producers have one warp. Its phases complete by the bytes of TMA loads, which one elected lane
+#   issues after all lanes have met. Arrivals without bytes follow a barrier of the warp.
+# - The loads of STATS (`cp.async`) are counted by every lane before that meeting. So the phase
+#   cannot complete before them.
+# `tests/barrier_paths.py` checks these barriers on every path of the compiled kernels.
 @gluon.jit
 def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
     """Allocate `count` mbarriers that complete after `arrivals` arrivals."""
