@@ -84,6 +84,7 @@ def jit(monkeypatch):
     monkeypatch.setattr(module, "TRITON_VERSION", (3, 6))
     monkeypatch.setattr(module, "_TRUNCATES", False)
     monkeypatch.setattr(module, "current_stream", lambda index: "stream")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return Jit
 
 
@@ -249,6 +250,7 @@ def test_launch_passes_what_the_launcher_of_the_installed_triton_passes(describe
     for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
         monkeypatch.setattr(driver, name, name)
     monkeypatch.setattr(module, "current_stream", lambda index: "stream")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fields = ["Q"] * described + ["X", "x_stride", "count"]
     types = ["tensordesc<fp16[16,16]>"] * described + ["*fp16", "i32", "i32"]
     names = [*fields, "BLOCK"]

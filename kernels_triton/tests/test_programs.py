@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -404,7 +405,23 @@ def test_second_gpu_gives_the_bits_of_the_first(name, compiled):
     assert_equal(*results, name)
 
 
-# --- Streams and graphs
+# --- Threads, streams and graphs
+@on_gpu
+def test_new_thread_whose_first_cuda_call_is_a_launch_gives_equal_bits():
+    inputs = make_inputs("cuda", torch.bfloat16)
+    values = [torch.randn(sum(LENGTHS), 4, 64, device="cuda", dtype=torch.bfloat16)]
+    values.append(values[0].clone())  # another address, whose descriptors are not encoded yet
+    base = inputs.array(values[0])
+
+    def attend(x):
+        with torch.no_grad():
+            return scree.attention(*[base.with_values(x)] * 3, causal=True).values
+
+    expected = attend(values[0])
+    with ThreadPoolExecutor(1) as executor:
+        assert torch.equal(executor.submit(attend, values[1]).result(), expected)
+
+
 @on_gpu
 def test_streams_that_share_a_layout_give_equal_bits(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

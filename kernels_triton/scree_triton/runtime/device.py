@@ -22,7 +22,7 @@ TESTED_VERSIONS = {
     (3, 6): "all kernels ran on H100 and H200",
     (3, 7): "the Gluon kernels ran on an H200 with the launcher of 3.6",
     (3, 8): "all kernels compile",
-    (3, 9): "all kernels compile",
+    (3, 9): "all kernels compile; attention ran on an H200",
 }
 #: Compute capabilities of devices where a CTA can have 227 KB of shared memory.
 LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))

@@ -462,6 +462,9 @@ class Launch:
             self.encoded.clear()
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
+        # A new thread, such as autograd's, has no CUDA context before its first call of the runtime,
+        # and the encoder needs one. This call creates it.
+        torch.cuda.is_current_stream_capturing()
         arguments: tuple = ()
         unused = (None,) if TRITON_VERSION >= (3, 8) else ()
         for i, (base, shape, metadata) in enumerate(zip(described, shapes, self.metadata)):

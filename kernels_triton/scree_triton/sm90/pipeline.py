@@ -53,11 +53,9 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     than a device's queue of launches. A captured graph may be replayed at any time, so it gets
     counters that nothing else uses.
     """
-    stream = current_stream(device.index)
-    # CUDA cannot capture the default stream, which is 0.
-    if stream and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, stream
+    key = device.index, current_stream(device.index)
     counters = _counters.get(key)
     if counters is None:
         # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.
