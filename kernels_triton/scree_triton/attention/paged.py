@@ -34,9 +34,7 @@ _MIN_ROWS, _MAX_ROWS, _MAX_SHARED_ROWS = 16, 64, 8
 #: Rows up to which CTAs of `decode_kernel` have one key head each.
 _FEW_ROWS = 8
 #: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
-_ROWS_AT_A_TIME = (1, 16, 64, 256, 1024)
-#: Rows up to which CTAs of `combine_kernel` have a row each.
-_MAX_ROWS_BY_ROW = 16
+_ROWS_AT_A_TIME = (16, 64, 256, 1024)
 #: Parts that `combine_kernel` loads at a time, for few rows and for many, and elements at most.
 _PARTS_OF_FEW, _PARTS_OF_MANY, _MAX_COMBINED = 64, 8, 1 << 13
 
@@ -54,13 +52,13 @@ class _Tile(NamedTuple):
 _DECODE_TILES = {
     (1, 64): _Tile(128, 4, 3, 3),
     (1, 128): _Tile(64, 4, 3, 3),
-    (1, 256): _Tile(64, 4, 3, 1),
+    (1, 256): _Tile(64, 4, 3, 2),
     (2, 64): _Tile(128, 4, 3, 2),
-    (2, 128): _Tile(64, 4, 3, 2),
-    (2, 256): _Tile(64, 4, 3, 1),
-    (4, 64): _Tile(64, 4, 3, 1),
-    (4, 128): _Tile(32, 4, 3, 1),
-    (4, 256): _Tile(16, 4, 3, 1),
+    (2, 128): _Tile(32, 4, 3, 3),
+    (2, 256): _Tile(32, 4, 3, 2),
+    (4, 64): _Tile(64, 4, 3, 2),
+    (4, 128): _Tile(32, 4, 3, 2),
+    (4, 256): _Tile(16, 4, 3, 2),
 }
 #: Keys of a block of `prefill_kernel`, and its compile options.
 _PREFILL_TILES = {
@@ -68,12 +66,14 @@ _PREFILL_TILES = {
     (1, 128): _Tile(64, 8, 3),
     (1, 256): _Tile(32, 8, 2),
     (2, 64): _Tile(64, 8, 3),
-    (2, 128): _Tile(128, 8, 3),
+    (2, 128): _Tile(64, 8, 3),
     (2, 256): _Tile(32, 8, 2),
     (4, 64): _Tile(32, 8, 2),
     (4, 128): _Tile(32, 8, 2),
     (4, 256): _Tile(16, 8, 2),
 }
+#: The same for calls without a mask, such as shared pages.
+_UNMASKED_PREFILL_TILES = {**_PREFILL_TILES, (2, 128): _Tile(128, 8, 3)}
 _PREFILL_ROWS = 128
 #: CTAs that share the keys of a tile of queries at most, keys of each at least, and rows of a CTA
 #: that combines their results.
@@ -262,8 +262,9 @@ class _LaunchConfig:
         self.used = min(used, self.rows)
         bytes_per_key = (block_d + block_dv) * itemsize
         decode = _shrink(_DECODE_TILES[key], bytes_per_key, device.shared_memory)
+        has_mask = min(spec.left, spec.right) < UNBOUNDED
         prefill = _shrink(
-            _PREFILL_TILES[key],
+            (_PREFILL_TILES if has_mask else _UNMASKED_PREFILL_TILES)[key],
             bytes_per_key,
             device.shared_memory - _PREFILL_ROWS * block_d * dtype.itemsize * 2,
         )
@@ -296,7 +297,7 @@ class _LaunchConfig:
             MANY=shape.has_many_rows,
             SLOTS=self.slots,
         )
-        self.by_row = bool(self.split) or shape.rows_at_a_time <= _MAX_ROWS_BY_ROW
+        self.by_row = bool(self.split) or shape.rows_at_a_time == _ROWS_AT_A_TIME[0]
         last = dict(PRECISION="tf32" if allows_tf32 else "tf32x3")
         # Few rows may have many parts each, of which a CTA loads as many as it can.
         self.used = triton.next_power_of_2(self.used)

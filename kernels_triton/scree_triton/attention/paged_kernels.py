@@ -166,7 +166,6 @@ def _attend(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SUM_LATER: tl.constexpr,
-    SCALE_PER_ROW: tl.constexpr,
     PAIRS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -192,8 +191,6 @@ def _attend(
         stride_vp = stride_kp
         stride_vt = stride_kt
         stride_vh = stride_kh
-    factor = scale * LOG2E
-    row_factor = tl.reshape(factor, BLOCK_M) if SCALE_PER_ROW else factor
     if PAIRS:
         KEY = K.dtype.element_ty
         VALUE = V.dtype.element_ty
@@ -217,12 +214,12 @@ def _attend(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if PAIRS:
             scores = tl.dot(q_odd, tl.trans(k_odd), scores)
-        token = start + (column // HEADS)[None, :]
-        aligned = position[:, None]
         if SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-        elif ALIBI:
-            scores = scores * factor
+        else:
+            scores = scores * (scale * LOG2E)
+        token = start + (column // HEADS)[None, :]
+        aligned = position[:, None]
         if ALIBI:
             scores -= slope[:, None] * tl.abs(aligned - token).to(tl.float32)
         if not IS_FULL:
@@ -234,13 +231,8 @@ def _attend(
             if HAS_RIGHT:
                 attended = attended & (token <= aligned + window_right)
             scores = tl.where(attended, scores, -float("inf"))
-        if SOFTCAP or ALIBI:
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            p = tl.exp2(scores - new_max[:, None])
-        else:
-            # The factor is positive, so the scores are scaled and subtracted by one instruction.
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * row_factor)
-            p = tl.exp2(scores * factor - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_max[:, None])
         alpha = tl.exp2(row_max - new_max)
         if SUM_LATER:
             row_sum = row_sum * alpha[:, None] + p
@@ -306,15 +298,6 @@ def _as_float16(q):
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.clamp(exponent.to(tl.float32, bitcast=True), 2.0**-100, 2.0**100)[:, None]
     return (q.to(tl.float32) / power).to(tl.float16), power
-
-
-@triton.jit
-def _with_positive_scale(q, scale):
-    """Return queries and a positive scale with the same product.
-
-    A scale of 0 becomes tiny, because its product with a masked score would be NaN.
-    """
-    return tl.where(scale < 0, -q, q), tl.maximum(tl.abs(scale), 1e-30)
 
 
 @triton.jit
@@ -436,11 +419,6 @@ def _total_units(
     MANY: tl.constexpr,
 ):
     """Return the units of the first n rows; without MANY at most LENGTHS."""
-    if LENGTHS == 1:
-        return _num_units(
-            KV_LENGTHS, Q_OFFSETS, n * 0, n > 0, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT, SPLIT,
-            IS_PAGED,
-        )  # fmt: skip
     total = tl.zeros([LENGTHS], tl.int32)
     for start in range(0, n if MANY else 1, LENGTHS):
         row = start + tl.arange(0, LENGTHS)
@@ -470,8 +448,6 @@ def _find_row(
     """Return the row of a unit, and the first unit of that row."""
     row = n * 0
     first = unit * 0
-    if LENGTHS == 1:
-        return row, first
     for start in range(0, n if MANY else 1, LENGTHS):
         rows = start + tl.arange(0, LENGTHS)
         units = _num_units(
@@ -637,7 +613,6 @@ def decode_kernel(
             if IS_NARROW:
                 q, power = _as_float16(q)
                 row_scale = scale * power
-            q, row_scale = _with_positive_scale(q, row_scale)
             acc, row_max, row_sum = _attend(
                 tl.zeros([HEADS * ROWS, BLOCK_DV], tl.float32),
                 tl.full([HEADS * ROWS], INITIAL_MAX, tl.float32),
@@ -675,7 +650,6 @@ def decode_kernel(
                 SOFTCAP,
                 ALIBI,
                 True,
-                SCALED or IS_NARROW,
                 PAIRS,
                 SAME_STRIDES,
                 PRECISION,
@@ -1009,7 +983,6 @@ def prefill_kernel(
     if IS_NARROW:
         q, power = _as_float16(q)
         scale = scale * power
-    q, scale = _with_positive_scale(q, scale)
     aligned = kv_length - q_length + query  # the key that is aligned with the first query
     begin, full_begin, full_end, end = _attended_keys(
         kv_length, aligned, queries, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
@@ -1079,7 +1052,6 @@ def prefill_kernel(
                 SOFTCAP,
                 ALIBI,
                 False,
-                IS_NARROW,
                 False,
                 SAME_STRIDES,
                 PRECISION,

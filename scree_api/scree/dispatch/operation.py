@@ -99,8 +99,8 @@ class Operation:
     ) -> Any:
         """Run a call; use the prepared kernel of the call cache if one matches.
 
-        A decision is cached if the first kernel in the list and the chosen kernel have `prepare`,
-        and no kernel rejected the call. Every other call is validated, and its kernel selected,
+        A decision is cached if the first kernel in the list, the chosen kernel and all kernels that
+        rejected the call have `prepare`. Every other call is validated, and its kernel selected,
         again. While `scree.explain` observes, nothing is cached.
 
         Parameters
@@ -126,7 +126,11 @@ class Operation:
                     break
         call = self.record(**arrays, **options)
         chosen, rejected = self.select(call, kernel)
-        if entries is not None and chosen.prepare is not None and not rejected:
+        if (
+            entries is not None
+            and chosen.prepare is not None
+            and all(k.prepare is not None for k in kernels if k.provider in rejected)
+        ):
             guard = call_cache.make_guard(values)
             prepared = None if guard is None else chosen.prepare(call)
             if guard is not None and prepared is not None:

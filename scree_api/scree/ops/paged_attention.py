@@ -313,10 +313,11 @@ def _prepare_shared(
                 {**options, "causal": causal},
                 kernel,
             )
-            return [q.with_values(x.values) for x in result]
+            return [x.values for x in result]
 
         if not q.batch_size:
-            return run(q, numbers, table, kv_lengths, True)  # type: ignore[no-any-return]
+            out, lse = run(q, numbers, table, kv_lengths, True)
+            return q.with_values(out), q.with_values(lse)
         parts = [
             run(
                 Array.from_layout(q.values, level.queries),
@@ -331,7 +332,7 @@ def _prepare_shared(
         out, lse = parts[0]
         for part in parts[1:]:
             out, lse = merge_attention(*zip((out, lse), part))
-        return out, lse
+        return q.with_values(out), q.with_values(lse)
 
     return attend
 
