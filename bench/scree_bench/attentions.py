@@ -58,12 +58,21 @@ def scree_attention(kernel: str | None) -> Prepare:
     """Prepare `scree.attention` on the named kernel, or on the first that accepts the inputs."""
 
     def make(lib: MeasuredLibrary, work: Work) -> Function:
-        (q, _, _), _ = inputs(lib, work)
-        template = scree.Array(q, lib.make(work.offsets, "int32"), max_length=work.max_length)
+        (q, k, _), _ = inputs(lib, work)
+        queries = scree.Array(q, lib.make(work.offsets, "int32"), max_length=work.max_length)
+        keys = queries
+        if work.key_lengths is not None:
+            keys = scree.Array(k, lib.make(work.key_offsets, "int32"), max_length=work.max_keys)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            rows = (template.with_values(x) for x in (q, k, v))
-            return scree.attention(*rows, causal=work.causal, kernel=kernel).values
+            return scree.attention(
+                queries.with_values(q),
+                keys.with_values(k),
+                keys.with_values(v),
+                causal=work.causal,
+                window=work.window,
+                kernel=kernel,
+            ).values
 
         return attend
 
@@ -219,16 +228,24 @@ def torch_sdpa(backend: str | None) -> Make:
 def torch_rows(lib: MeasuredLibrary, work: Work) -> Function:
     import torch
 
-    lengths = list(work.lengths)
+    lengths, keys = list(work.lengths), list(work.keys)
+    masks: list[Any] = [None] * len(lengths)
+    if work.window is not None or (work.causal and work.key_lengths is not None):
+        masks = [
+            lib.make(work.visible_keys(row, np.arange(n)), "bool") for row, n in enumerate(lengths)
+        ]
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         outputs = [
             torch.nn.functional.scaled_dot_product_attention(
                 *(t.transpose(0, 1)[None] for t in row),
-                is_causal=work.causal,
+                attn_mask=mask,
+                is_causal=work.causal and mask is None,
                 enable_gqa=work.heads != work.kv_heads,
             )[0].transpose(0, 1)
-            for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+            for mask, *row in zip(
+                masks, q.split(lengths), k.split(keys), v.split(keys), strict=True
+            )
         ]
         return torch.cat(outputs)
 
@@ -281,8 +298,12 @@ def torch_flex(lib: MeasuredLibrary, work: Work) -> Function:
 
 
 # --- kernels for CUDA ---
-def _varlen_arguments(lib: MeasuredLibrary, work: Work) -> tuple[Any, int]:
-    return lib.make(work.offsets, "int32"), work.max_length
+def _varlen_arguments(lib: MeasuredLibrary, work: Work) -> tuple[Any, Any, int, int]:
+    """Return the offsets of queries and of keys, and the longest rows of both."""
+    cu_seqlens = lib.make(work.offsets, "int32")
+    if work.key_lengths is None:
+        return cu_seqlens, cu_seqlens, work.max_length, work.max_length
+    return cu_seqlens, lib.make(work.key_offsets, "int32"), work.max_length, work.max_keys
 
 
 def _differentiated(forward: Function, backward: Function) -> Function:
@@ -312,19 +333,20 @@ def fa2(lib: MeasuredLibrary, work: Work) -> Function:
     """Build FlashAttention-2 from the operators of PyTorch, without PyTorch's wrapper."""
     import torch
 
-    cu_seqlens, max_length = _varlen_arguments(lib, work)
-    aten, varlen = (
-        torch.ops.aten,
-        (cu_seqlens, cu_seqlens, max_length, max_length, 0.0, work.causal),
-    )
+    aten, varlen = torch.ops.aten, (*_varlen_arguments(lib, work), 0.0, work.causal)
+    window = {}
+    if work.window is not None:
+        window = dict(zip(("window_size_left", "window_size_right"), work.window, strict=True))
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return aten._flash_attention_forward(q, k, v, *varlen, False)[:4]
+        return aten._flash_attention_forward(q, k, v, *varlen, False, **window)[:4]
 
     def backward(
         dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng: Any, unused: Any
     ) -> Any:
-        return aten._flash_attention_backward(dout, q, k, v, out, lse, *varlen, rng, unused)
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *varlen, rng, unused, **window
+        )
 
     return _differentiated(forward, backward)
 
@@ -332,17 +354,15 @@ def fa2(lib: MeasuredLibrary, work: Work) -> Function:
 def varlen(lib: MeasuredLibrary, work: Work) -> Function:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens, max_length = _varlen_arguments(lib, work)
-    window = (-1, 0) if work.causal else (-1, -1)
+    arguments = _varlen_arguments(lib, work)
+    window = work.window or ((-1, 0) if work.causal else (-1, -1))
     parameters = signature(varlen_attn).parameters
     grouped = (
         {"enable_gqa": True} if work.heads != work.kv_heads and "enable_gqa" in parameters else {}
     )
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, window_size=window, **grouped
-        )
+        return varlen_attn(q, k, v, *arguments, window_size=window, **grouped)
 
     return attend
 
@@ -352,19 +372,13 @@ def flash(module: str) -> Make:
 
     def make(lib: MeasuredLibrary, work: Work) -> Function:
         run = import_module(module).flash_attn_varlen_func
-        cu_seqlens, max_length = _varlen_arguments(lib, work)
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        options = dict(zip(names, _varlen_arguments(lib, work), strict=True))
+        if work.window is not None:
+            options["window_size"] = work.window
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            out = run(
-                q,
-                k,
-                v,
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=cu_seqlens,
-                max_seqlen_q=max_length,
-                max_seqlen_k=max_length,
-                causal=work.causal,
-            )
+            out = run(q, k, v, **options, causal=work.causal)
             return out[0] if isinstance(out, tuple) else out
 
         return attend
@@ -376,7 +390,7 @@ def efficient(lib: MeasuredLibrary, work: Work) -> Function:
     """Build the memory-efficient kernel of xFormers on packed rows, which accepts float32."""
     import torch
 
-    cu_seqlens, max_length = _varlen_arguments(lib, work)
+    cu_seqlens, _, max_length, _ = _varlen_arguments(lib, work)
     aten, mask = torch.ops.aten, int(work.causal)
 
     def forward(q: Any, k: Any, v: Any) -> Any:

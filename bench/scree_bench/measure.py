@@ -38,6 +38,8 @@ MIN_SLEEP, MAX_SLEEP = 3e-4, 0.02
 MAX_QUEUED_CALLS, MAX_QUEUED_SECONDS = 30, 0.005
 #: Seconds on the device above which the host time of a call is not measured.
 MAX_HOST_TIMED_SECONDS = 10 * MAX_SLEEP
+#: Cycles that a device spins to measure its clock: about 0.3 ms.
+CLOCK_CYCLES = 500_000
 #: More than the L2 cache of any GPU so far.
 L2_BYTES = 256 << 20
 
@@ -104,6 +106,7 @@ def interleaved(
     device: str = "cpu",
     min_samples: int = MIN_SAMPLES,
     patience: float = PATIENCE,
+    has_host_times: bool = True,
     has_clean_l2: bool = False,
     outcomes: dict[str, Times | Failure] | None = None,
 ) -> dict[str, Times | Failure]:
@@ -125,9 +128,10 @@ def interleaved(
         tenfold.
     patience
         Seconds for the first call of each contender, which may compile.
+    has_host_times
+        Whether the host is timed too on "cuda".
     has_clean_l2
-        On "cuda", whether the L2 cache has no lines to write back before a call. Then the host is
-        not timed.
+        On "cuda", whether the L2 cache has no lines to write back before a call.
     outcomes
         The dictionary that is filled sample by sample. A caller that passes it keeps the samples
         after an interrupt.
@@ -175,7 +179,7 @@ def interleaved(
         return outcomes
     sampler = _device_samples(has_clean_l2)
     run_rounds({name: sampler(thunks[name]) for name in completed()}, "seconds")
-    if has_clean_l2:
+    if not has_host_times:
         return outcomes
     device_seconds = {name: median(times.seconds) for name, times in completed().items()}
     run_rounds(
@@ -320,6 +324,22 @@ def _host_samples(thunk: Thunk, seconds: float) -> Iterator[float]:
         seconds_elapsed = time.perf_counter() - start
         torch.cuda.synchronize()
         yield seconds_elapsed / calls
+
+
+def clock_rate(thunk: Thunk) -> float:
+    """Return the clock rate of a CUDA device in Hz, right after a call.
+
+    The device spins for a number of cycles after the call, and events time it.
+    """
+    import torch
+
+    thunk()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(CLOCK_CYCLES)
+    end.record()
+    end.synchronize()
+    return CLOCK_CYCLES / (begin.elapsed_time(end) / 1e3)
 
 
 # --- memory ---

@@ -69,6 +69,43 @@ rounds, in a loop of up to 30 calls that waits for none of them. A call that wai
 the longer of the two. A call that itself waits for the device, such as a boolean mask, is timed
 with its host work, after a short sleep. A core that has waited for 20 ms takes up to 200 us to wake
 up, which a busy program does not pay.
+
+### Random shapes
+
+`scree-bench attention --random 100 --seed 1 --out results` compares attention with the fastest peer
+of each shape: FlashAttention-2, -3 and -4, and `varlen_attn` of PyTorch. A shape depends on the seed
+and its index only. A shape above a limit is drawn again.
+
+| drawn | from |
+|---|---|
+| rows | 1 to 20,000, on a logarithmic scale |
+| lengths | log-normal, Zipf, uniform, constant, or one long row |
+| tokens | 1,000 to 500,000, on a logarithmic scale |
+| head dimension | 32, 64, 72, 80, 96, 112, 128, 160, 192, 256; any multiple of 8 in one of four shapes |
+| query heads per kv head | 1 to 16, with up to 64 query heads |
+| data type | float16, bfloat16 |
+| mask | causal in three of five shapes; a window in one of four |
+| keys | other rows than the queries in two of five shapes |
+| limits | 200 TFLOP forward and backward, 20 GB |
+
+The command prints the median, the 95th percentile and the worst of the ratios, by class, and the ten
+worst shapes. The JSON has the times of all contenders, the wall time of single calls, and the clock
+rate after a call. A time is measured only if the result is right: up to 16 rows are compared with
+float64, and the error may be twice the error of eager PyTorch.
+
+| option | effect |
+|---|---|
+| `--out results` | The same command goes on after the last complete shape. |
+| `--minutes 9` | No further shape starts after so many minutes. |
+| `--compile-processes 12` | Processes compile the kernels of all shapes first. |
+| `--fresh` | Earlier results of these shapes are discarded. |
+| `--shapes list.json` | The shapes of a file are compared. |
+
+The file is a list of objects with `lengths`, `heads` and `dim`, and optionally `kv_heads`, `dtype`,
+`causal`, `window`, `key_lengths` and `name`. `[31, 250]` in the lengths is 250 rows of 31 tokens.
+
+A peer that raises is listed with its reason. A peer that hangs or ends the process is left out on
+that shape, and a new process goes on. `scree-bench compare` compares two such runs.
 """
 
 #: Forms of a contender: scree is compared with peers in the same form.

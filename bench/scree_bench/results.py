@@ -62,6 +62,7 @@ UNITS = {
     "saved": Unit(lambda x: f"{x:.1%}", 1),
     "share": Unit(lambda x: f"{x:.1%}", 0),
     "error": Unit(lambda x: f"{x:.1e}", -1),
+    "hz": Unit(_scaled([(1e9, "GHz"), (1e6, "MHz")]), 0),
     "ratio": Unit(lambda x: f"{x:.2f}x", -1),
     "count": Unit(lambda x: f"{x:,.0f}", 0),
     "value": Unit(lambda x: f"{x:.6g}", 0),
@@ -137,7 +138,7 @@ class Result:
         ]
 
     def write(self, path: Path) -> None:
-        """Write the JSON, with one line per row."""
+        """Write the JSON, with one line per row. A process that ends here leaves the old file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         data = asdict(self)
         for part in (data["machine"], data, *data["rows"]):
@@ -145,7 +146,9 @@ class Result:
                 part[name] = _rounded(part[name])
         rows = ",\n".join(map(_compact, data.pop("rows")))
         head = ",\n".join(f"{_compact(name)}:{_compact(x)}" for name, x in data.items())
-        path.write_text(f'{{{head},\n"rows":[\n{rows}\n]}}\n', encoding="utf-8")
+        written = path.with_suffix(".json.part")
+        written.write_text(f'{{{head},\n"rows":[\n{rows}\n]}}\n', encoding="utf-8")
+        written.replace(path)
 
 
 def _rounded(data: Any) -> Any:

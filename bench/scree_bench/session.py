@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from . import machine, plots
+from . import machine, plots, results
 from .measure import MIN_SAMPLES, PATIENCE, Failure, Thunk, Times, interleaved, time_limit
 from .results import Result, Row
 
@@ -46,9 +46,13 @@ class Session:
         Its options as the user gave them; `out` and `quick` are read from them.
     device
         The measured device, "cpu" or "cuda".
+    part
+        The part of the subcommand that is run; its results have a file of their own.
     """
 
-    def __init__(self, command: str, options: Mapping[str, Any], device: str = "cpu") -> None:
+    def __init__(
+        self, command: str, options: Mapping[str, Any], device: str = "cpu", part: str = ""
+    ) -> None:
         self.out: Path | None = options.get("out")
         self.quick = bool(options.get("quick"))
         self.seconds = float(options.get("seconds", SECONDS))
@@ -58,6 +62,8 @@ class Session:
         self.result = Result(
             command, config, machine.describe(device), machine.versions(), machine.now()
         )
+        if part:
+            self.result.machine["part"] = part
         self._previous_handlers: dict[int, Any] = {}
         self._is_interrupted = False
         self._last_write = 0.0
@@ -106,7 +112,39 @@ class Session:
     @property
     def path(self) -> Path:
         """Path of the JSON."""
-        return (self.out or Path()) / f"{self.result.command}-{self.result.machine['tag']}.json"
+        part = self.result.part.replace(" ", "-")
+        words = (self.result.command, part, self.result.machine["tag"])
+        return (self.out or Path()) / f"{'-'.join(filter(None, words))}.json"
+
+    def resume(self) -> bool:
+        """Take over the results of an earlier run from the folder, if there are any.
+
+        Raises
+        ------
+        typer.BadParameter
+            If the file has results of another machine or of other versions.
+        """
+        if self.out is None or not self.path.exists():
+            return False
+        earlier = results.read(self.path)
+        for what in ("machine", "versions"):
+            before, now = (
+                {k: v for k, v in getattr(result, what).items() if k not in ("limits", "part")}
+                for result in (earlier, self.result)
+            )
+            if before != now:
+                changed = ", ".join(
+                    f"{k} {before.get(k, 'none')} -> {now.get(k, 'none')}"
+                    for k in dict.fromkeys((*before, *now))
+                    if before.get(k) != now.get(k)
+                )
+                raise typer.BadParameter(
+                    f"--out: expected results of the same {what} in {self.path}, got {changed}; "
+                    "choose another folder, or give --fresh"
+                )
+        self.result.rows, self.result.extra = earlier.rows, earlier.extra
+        self.result.left_out = earlier.left_out
+        return True
 
     # --- measuring ---
     def track(self, items: Iterable[Any], what: str = "") -> Iterator[Any]:
@@ -134,13 +172,14 @@ class Session:
         *,
         wait: Callable[[Any], Any] = lambda x: x,
         device: str | None = None,
+        has_host_times: bool = True,
         has_clean_l2: bool = False,
     ) -> dict[str, Row]:
         """Time contenders round-robin, and add medians and spreads to their rows under `name`.
 
-        On "cuda" this is the device time, and "call_s" is accompanied by "call_host_s". With
-        ``device="cpu"`` the host's clock is used on CUDA too. For `has_clean_l2` see
-        `interleaved`.
+        On "cuda" this is the device time, and "call_s" is accompanied by "call_host_s" unless
+        `has_host_times` is false. With ``device="cpu"`` the host's clock is used on CUDA too. For
+        `has_clean_l2` see `interleaved`.
         """
         thunks: dict[str, Thunk] = {}
         outcome: dict[str, Times | Failure] = {}
@@ -160,6 +199,7 @@ class Session:
                 device=device or self.device,
                 min_samples=min_samples,
                 patience=self.patience,
+                has_host_times=has_host_times,
                 has_clean_l2=has_clean_l2,
                 outcomes=outcome,
             )
@@ -191,6 +231,12 @@ class Session:
             row.add(name, Failure.of(error))
         self._keep()
 
+    def save(self) -> None:
+        """Write the JSON now, if there is a folder."""
+        if self.out is not None:
+            self.result.write(self.path)
+            self._last_write = time.monotonic()
+
     def leave_out(self, what: str, reason: str) -> None:
         """Note once that something could not run here."""
         entry = {"what": what, "why": reason}
@@ -217,9 +263,8 @@ class Session:
         # A callback of a library may have swallowed the first exception.
         if self._is_interrupted:
             raise KeyboardInterrupt
-        if self.out is not None and time.monotonic() > self._last_write + WRITE_INTERVAL:
-            self.result.write(self.path)
-            self._last_write = time.monotonic()
+        if time.monotonic() > self._last_write + WRITE_INTERVAL:
+            self.save()
 
     def _show(self) -> None:
         result = self.result

@@ -29,15 +29,20 @@ class Work:
     Attributes
     ----------
     lengths
-        Tokens of each row.
+        Tokens of each row, or its queries if `key_lengths` is given.
     heads, kv_heads, dim
         Heads of the queries, heads of keys and values, and the head dimension.
     dtype
         Name of the data type.
     causal
-        Whether a token attends only to itself and earlier tokens.
+        Whether a token attends only to itself and earlier tokens. The last query and the last key
+        of a row are aligned.
     seed
         Seed of the random numbers.
+    window
+        Keys before and after its own position that a query sees, or None for all.
+    key_lengths
+        Keys of each row; None if each token is a query and a key.
     """
 
     lengths: tuple[int, ...]
@@ -47,6 +52,8 @@ class Work:
     dtype: str = "float32"
     causal: bool = True
     seed: int = 0
+    window: tuple[int, int] | None = None
+    key_lengths: tuple[int, ...] | None = None
 
     @property
     def total(self) -> int:
@@ -59,13 +66,53 @@ class Work:
         return max(self.lengths, default=0)
 
     @property
+    def keys(self) -> tuple[int, ...]:
+        """Keys of each row."""
+        return self.lengths if self.key_lengths is None else self.key_lengths
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the row with the most keys."""
+        return max(self.keys, default=0)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, per head."""
+        lengths = np.asarray(self.lengths, np.int64)
+        starts = np.cumsum(lengths) - lengths
+        positions = np.arange(self.total) - np.repeat(starts, lengths)
+        keys = np.repeat(np.asarray(self.keys, np.int64), lengths)
+        first, last = self.visible_range(positions, np.repeat(lengths, lengths), keys)
+        return int(np.maximum(last - first + 1, 0).sum())
+
+    def visible_keys(self, row: int, positions: np.ndarray) -> np.ndarray:
+        """Return a (positions, keys) mask: whether queries of a row see its keys."""
+        first, last = self.visible_range(
+            positions, np.asarray(self.lengths[row]), np.asarray(self.keys[row])
+        )
+        keys = np.arange(self.keys[row])
+        return (keys >= first[:, None]) & (keys <= last[:, None])
+
+    def visible_range(self, position: Any, queries: Any, keys: Any) -> tuple[Any, Any]:
+        """Return the first and the last key that a query sees; no key if the last is smaller.
+
+        The arguments are integer arrays: the position of a query in its row, and the numbers of
+        queries and keys of the row.
+        """
+        own = position + keys - queries
+        left, right = (keys.max(initial=0) + queries.max(initial=0),) * 2
+        if self.window is not None:
+            left, right = self.window
+        right = 0 if self.causal else right
+        return np.maximum(own - left, 0), np.minimum(own + right, keys - 1)
+
+    @property
     def flops(self) -> float:
         """Floating-point operations that an exact forward pass needs.
 
         The backward pass takes `BACKWARD` times as many.
         """
-        pairs = sum(n * (n + 1) / 2 if self.causal else n * n for n in self.lengths)
-        return 4.0 * self.heads * self.dim * pairs
+        return 4.0 * self.heads * self.dim * self.pairs
 
     @property
     def padded_scores(self) -> float:
@@ -78,12 +125,16 @@ class Work:
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
 
     @property
+    def key_offsets(self) -> np.ndarray:
+        """Offsets of the rows of keys, (rows + 1,) int32."""
+        return np.concatenate([[0], np.cumsum(self.keys)]).astype(np.int32)
+
+    @property
     def shapes(self) -> list[tuple[int, int, int]]:
         """Shapes (total, heads, dim) of queries, keys, values and the gradient of the result."""
-        return [
-            (self.total, h, self.dim)
-            for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        ]
+        queries = (self.total, self.heads, self.dim)
+        keys = (sum(self.keys), self.kv_heads, self.dim)
+        return [queries, keys, keys, queries]
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -122,6 +173,8 @@ def inputs(lib: MeasuredLibrary, work: Work) -> tuple[tuple[Any, ...], Any]:
 
 def reference(lib: MeasuredLibrary, work: Work, gradients: bool = True) -> tuple[Any, ...]:
     """Compute the result and optionally the gradients of q, k and v, in float64.
+
+    The work has neither a window nor `key_lengths`; `samples` has references of such works.
 
     The inputs are the numbers of the library, after rounding to its data type. The computation goes
     by head, by row and by chunks of queries. It runs in NumPy, or in PyTorch on its device, where

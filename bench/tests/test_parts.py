@@ -174,6 +174,22 @@ def test_a_slow_launch_affects_one_sample(device):
     )  # behind two that tell the clock rate
 
 
+@pytest.mark.needs("torch")
+def test_clock_rate_counts_the_cycles_after_the_call(device, monkeypatch):
+    monkeypatch.setattr(measure, "CLOCK_CYCLES", 10**6)  # one millisecond of the stand-in
+
+    def event(enable_timing):
+        new_event = device.event(enable_timing)
+        new_event.synchronize = device.synchronize
+        return new_event
+
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    # The host is slower than the device: neither its launches nor the call count.
+    assert measure.clock_rate(lambda: device.launch(1e-6, 5e-3)) == pytest.approx(1e9, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

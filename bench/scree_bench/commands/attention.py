@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -15,8 +17,8 @@ from unittest.mock import patch
 import numpy as np
 import typer
 
+from .. import comparison, plots, results, shape_ratios
 from .. import lengths as draws
-from .. import plots, results
 from ..attentions import Prepared, scree_attention
 from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
 from ..measure import FAILED, PATIENCE, Failure, Thunk, median
@@ -161,6 +163,25 @@ def command(
     ] = False,
     errors: Annotated[bool, typer.Option(help="Compare all results with float64.")] = True,
     only: Annotated[str, typer.Option(help="Peers, by name or prefix of a name.")] = "",
+    random: Annotated[
+        int | None, typer.Option(min=1, help="Compare this many random shapes instead.")
+    ] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="JSON of shapes to compare instead."),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Start no further shape after so many minutes.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Discard earlier results of these shapes.")
+    ] = False,
+    compile_processes: Annotated[
+        int, typer.Option(min=0, help="Processes that compile the kernels of all shapes first.")
+    ] = 0,
+    restart: Annotated[
+        bool, typer.Option(help="Go on in a new process if a peer ends the process.")
+    ] = True,
     backend: Backend = "all",
     device: Device = "auto",
     seed: Seed = 0,
@@ -177,7 +198,20 @@ def command(
     operations relative to this machine's peak for matrix products. --tiles finds the best tile of
     each shape instead: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and
     bfloat16, unless --mean-len, --dim or --dtype select others.
+
+    --random N compares scree with the fastest peer on N shapes drawn with --seed, and --shapes on
+    the shapes of a file. With --out, the same command goes on after the last complete shape.
     """
+    only_names = [x.strip() for x in only.split(",") if x.strip()]
+    if random is not None or shapes is not None:
+        config = {k: v for k, v in locals().items() if k != "only_names"}
+        deadline = time.time() + 60 * minutes if minutes is not None else math.inf
+        options = comparison.Options(
+            config, resolve_device(device), seed, random or 0, shapes, tuple(only_names), deadline
+        )
+        return comparison.run(
+            options, processes=compile_processes, restarts=restart, is_fresh=fresh
+        )
     with Session("attention", locals(), resolve_device(device)) as session:
         sizes, dims, dtypes = (
             parse_numbers(mean_len, "--mean-len"),
@@ -213,14 +247,7 @@ def command(
         session.limits()
         for lib in installed_libraries(session, backend):
             for name, case_work in session.track(cases, lib.name):
-                _measure(
-                    session,
-                    lib,
-                    name,
-                    case_work,
-                    [x.strip() for x in only.split(",") if x.strip()],
-                    errors,
-                )
+                _measure(session, lib, name, case_work, only_names, errors)
     return None
 
 
@@ -388,7 +415,13 @@ def sweep(
 
 # ----------------------------------------------------------------------------- tables and pictures
 def tables(result: Result) -> list[Table]:
-    """Return the main values of named workloads, and ratios and times of the sweep over shapes."""
+    """Return the main values of named workloads, and ratios and times of the sweep over shapes.
+
+    Compared shapes have the tables of `shape_ratios` instead.
+    """
+    compared = [row for row in result.rows if "shape" in row.case]
+    if compared:
+        return shape_ratios.tables(compared)
     swept = [row for row in result.rows if row.case.get("work") in SHAPES]
     shown = results.tables([row for row in result.rows if row not in swept], SHOWN)
     if swept:
@@ -436,6 +469,9 @@ def pictures(result: Result) -> plots.Pictures:
     """Return pictures of the fastest times, the ratios over shapes, and the best tiles."""
     rows = [row for row in result.rows if row.status == OK and "work" in row.case]
     tiled = [row for row in result.rows if row.status == OK and "kernel" in row.case]
+    compared = [row for row in result.rows if "shape" in row.case]
+    if compared:
+        return {"attention-ratios": partial(shape_ratios.picture, rows=compared)}
     drawn: plots.Pictures = {"attention-tiles": partial(_grid, rows=tiled)} if tiled else {}
     for phase, name in (
         ("forward", "forward"),
