@@ -131,8 +131,7 @@ def interleaved(
     has_host_times
         Whether the host is timed too on "cuda".
     has_clean_l2
-        On "cuda", whether the L2 cache has no lines to write back before a call. Then the host is
-        not timed.
+        On "cuda", whether the L2 cache has no lines to write back before a call.
     outcomes
         The dictionary that is filled sample by sample. A caller that passes it keeps the samples
         after an interrupt.
@@ -180,7 +179,7 @@ def interleaved(
         return outcomes
     sampler = _device_samples(has_clean_l2)
     run_rounds({name: sampler(thunks[name]) for name in completed()}, "seconds")
-    if has_clean_l2 or not has_host_times:
+    if not has_host_times:
         return outcomes
     device_seconds = {name: median(times.seconds) for name, times in completed().items()}
     run_rounds(

@@ -245,7 +245,9 @@ class Run(NamedTuple):
         }
         rows = session.time(case, "call_s", builds, wait=lib.wait)
         if session.device == "cuda" and case["kind"] in CLEAN_KINDS:
-            session.time(case, "clean_l2_s", builds, wait=lib.wait, has_clean_l2=True)
+            session.time(
+                case, "clean_l2_s", builds, wait=lib.wait, has_host_times=False, has_clean_l2=True
+            )
         copy_rate = session.limits().get("copy_rate")
         references: dict[int, Any] = {}
         for name, row in rows.items():
