@@ -1041,8 +1041,8 @@ def dkdv_producer(
                 window_right,
                 BLOCK_M,
                 BLOCK_N,
-                CAUSAL,
-                WINDOW,
+                CAUSAL and not MERGED,
+                WINDOW and not MERGED,
             )
             for q_head in range(
                 head * qheads_per_split, head * qheads_per_split + qheads_per_split
@@ -1282,7 +1282,15 @@ def _dkdv_consumer(
             k = (k[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
             v = (v[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
         m_block_min, m_block_max = get_m_block_min_max(
-            start_n, seqlen_k, seqlen_q, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+            start_n,
+            seqlen_k,
+            seqlen_q,
+            window_left,
+            window_right,
+            BLOCK_M,
+            BLOCK_N,
+            CAUSAL and not MERGED,  # the rows of a group have diagonals of their own
+            WINDOW and not MERGED,
         )
         wg_start_n = start_n + wg * WG_N
         # `diagonal` is the query position aligned with each key. In the blocks from
@@ -1307,8 +1315,8 @@ def _dkdv_consumer(
                 window_right,
                 BLOCK_M,
                 WG_N,
-                CAUSAL,
-                WINDOW,
+                CAUSAL and not MERGED,
+                WINDOW and not MERGED,
             )
             wg_m_block_min = gl.where(
                 wg_start_n < seqlen_k, gl.minimum(wg_m_block_min, m_block_max), m_block_max
