@@ -85,7 +85,7 @@ class State:
         extra["running"] = [shape.name, peer]
         if self.is_replaceable:
             self.session.save()
-            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
         try:
             yield
         finally:
@@ -272,7 +272,7 @@ class Options(NamedTuple):
         All options of the command, for the results.
     device
         "cpu" or "cuda".
-    seed, count
+    seed, num_shapes
         Shapes to draw, unless there is a file.
     file
         JSON of shapes.
@@ -285,7 +285,7 @@ class Options(NamedTuple):
     config: dict[str, Any]
     device: str
     seed: int
-    count: int
+    num_shapes: int
     file: Path | None
     only: tuple[str, ...]
     deadline: float
@@ -307,7 +307,7 @@ class Options(NamedTuple):
         limits = shapes.CUDA if self.device == "cuda" else shapes.CPU
         if self.config["quick"]:
             limits = shapes.TINY
-        return [shapes.draw(self.seed, i, limits) for i in range(self.count)]
+        return [shapes.draw(self.seed, i, limits) for i in range(self.num_shapes)]
 
     def earlier(self) -> list[Path]:
         """Return the files of earlier results, at most one per kind of machine."""

@@ -120,9 +120,12 @@ class Sample:
             for first in range(0, work.kv_heads, step):
                 kv_heads = slice(first, first + step)
                 heads = slice(first * groups, (first + step) * groups)
-                arrays = (xp.take(x[:, heads], at, axis=0) for x in (q, dout))
-                arrays = (*arrays, k[keys, kv_heads], v[keys, kv_heads])
-                by_heads.append(_attend(xp, *map(as_dtype, arrays), visible, compared))
+                arrays = [
+                    *(xp.take(x[:, heads], at, axis=0) for x in (q, dout)),
+                    *(x[keys, kv_heads] for x in (k, v)),
+                ]
+                operands = map(as_dtype, arrays)
+                by_heads.append(_attend(xp, visible, compared, *operands))
             parts.append([xp.concat(list(x), axis=1) for x in zip(*by_heads, strict=True)])
         return [lib.as_float64(xp.concat(list(x), axis=0)) for x in zip(*parts, strict=True)]
 
@@ -157,7 +160,7 @@ def _positions(length: int, count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _attend(
-    xp: Any, q: Any, dout: Any, k: Any, v: Any, visible: Any, compared: Any
+    xp: Any, visible: Any, compared: Any, q: Any, dout: Any, k: Any, v: Any
 ) -> tuple[Any, ...]:
     """Return the result of some queries of a row, their gradients, and gradients of keys.
 

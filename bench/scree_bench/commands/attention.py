@@ -225,7 +225,7 @@ def command(
                 raise typer.BadParameter(
                     f"--work: expected none with the options of a custom workload, got {work!r}"
                 )
-            shapes = itertools.product(
+            kinds = itertools.product(
                 parse_numbers(heads, "--heads") or [8],
                 [kv_heads],
                 dims or [64],
@@ -235,7 +235,7 @@ def command(
             rows = custom_lengths(lengths, num_seqs or 16, sizes or [512], sigmas, seed)
             works = [
                 (name, Work(n, h, kv or h, d, kind, seed=seed))
-                for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), shapes)
+                for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), kinds)
             ]
         else:
             works = list(workloads(work or "seed", session.device, seed, quick))
