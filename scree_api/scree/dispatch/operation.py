@@ -146,9 +146,7 @@ class Operation:
                     return result
         return self._run_on(chosen, call, kernel)
 
-    def _rejections_depend_on_contents(
-        self, rejected: dict[str, str], values: list[Any]
-    ) -> bool:
+    def _rejections_depend_on_contents(self, rejected: dict[str, str], values: list[Any]) -> bool:
         """Return whether a kernel rejected a call for more than the library of its arrays."""
         if not rejected:
             return False
