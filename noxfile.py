@@ -195,6 +195,13 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(venv_params=["--system-site-packages"])
+def stress(session: nox.Session) -> None:
+    """Run random calls on a CUDA device for a long time, for instance -- --seconds 200 --seed 1."""
+    session.install("-e", ".[test,triton]", *PARTS)
+    session.run("python", "kernels_triton/tests/stress.py", *session.posargs)
+
+
+@nox.session(venv_params=["--system-site-packages"])
 def sanitize(session: nox.Session) -> None:
     """Run compute-sanitizer on the attention kernels.
 

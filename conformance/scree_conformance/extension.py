@@ -166,13 +166,13 @@ def conv1d(bench: Bench, layout: Layout, dtype: str) -> None:
 def _with_residual(norm: Any, dtype: str) -> Any:
     """Return a reference for `norm` with a residual: the norm of the sum, and the sum itself.
 
-    The sum is rounded to `dtype`.
+    The sum is rounded to `dtype` after the norm.
     """
     round_to_dtype = oracle.round_to(dtype) if dtype in HALF else lambda x: x
 
     def reference(rows: Any, residual: Any) -> Any:
-        sums = [round_to_dtype(a + b) for a, b in zip(rows, residual, strict=True)]
-        return norm(oracle.Rows(sums, rows.template)), sums
+        sums = [a + b for a, b in zip(rows, residual, strict=True)]
+        return norm(oracle.Rows(sums, rows.template)), [round_to_dtype(x) for x in sums]
 
     return reference
 
@@ -384,12 +384,71 @@ def cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     )
 
 
+#: Options of the losses; class weights are drawn.
+_LOSS_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"label_smoothing": 0.1},
+    {"softcap": 2.0},
+    {"z_loss": 0.2},
+    {"class_weights": True, "reduction": "none"},
+    {"class_weights": True, "label_smoothing": 0.3},
+    {"class_weights": True, "z_loss": 0.1, "reduction": "sum"},
+    {"class_weights": True, "label_smoothing": 0.2, "softcap": 3.0, "z_loss": 0.1},
+    {"class_weights": True, "label_smoothing": 1.0, "softcap": 3.0, "reduction": "row_mean"},
+    {"label_smoothing": 0.2, "z_loss": 0.1, "reduction": "none"},
+)
+
+
+@operation("ragged.cross_entropy: options", kernel="cross_entropy")
+def loss_options(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Label smoothing, softcap, z-loss, class weights, and the accuracy, alone and together."""
+    weights = bench.dense((7,), _accumulator_dtype(dtype), "positive")
+    for options in bench.select(_LOSS_OPTIONS):
+        x = bench.ragged(layout, (7,), dtype)
+        targets = _classes(bench, x, 7)
+        arguments, exact_arguments = dict(options), dict(options)
+        if "class_weights" in options:
+            arguments["class_weights"] = weights.array
+            exact_arguments["class_weights"] = weights.exact
+        reference = partial(oracle.cross_entropy, targets=targets.exact)
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.array, **arguments),
+            partial(reference, **exact_arguments),
+            x,
+            low_precision=_sum_of_errors(reference, dtype, exact_arguments),
+            dtype=_accumulator_dtype(dtype),
+            transcendental=True,
+            note=f"{options}: ",
+        )
+    for reduction in ("mean", "sum", "row_mean", "none"):
+        x = bench.ragged(layout, (3,), dtype)
+        targets = _classes(bench, x, 3)
+        bench.check(
+            lambda a: bench.run(
+                bench.xp.ragged.cross_entropy,
+                a,
+                targets.array,
+                reduction=reduction,
+                return_accuracy=True,
+            )[1],
+            partial(oracle.accuracy, targets=targets.exact, reduction=reduction),
+            x,
+            dtype=_accumulator_dtype(dtype),
+            note=f"accuracy, {reduction}: ",
+        )
+
+
 @operation("ragged.linear_cross_entropy", kernel="linear_cross_entropy")
 def linear_cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Every reduction, with and without bias."""
+    """Every reduction, with and without bias, and options of the loss."""
     weight, bias = bench.dense((6, 4), dtype), bench.dense((6,), dtype)
     for options in bench.select(
-        ({"reduction": "none"}, {"reduction": "row_mean"}, {"reduction": "sum"}, {})
+        (
+            {"reduction": "none"},
+            {"reduction": "row_mean"},
+            {"reduction": "sum"},
+            {},
+            {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1},
+        )
     ):
         x = bench.ragged(layout, (4,), dtype)
         targets = _classes(bench, x, 6)
@@ -855,6 +914,42 @@ def biases(bench: Bench, layout: Layout, dtype: str) -> None:
             low_precision=low_precision,
             transcendental=True,
             note=f"{[*parameters]}, {options}: ",
+        )
+
+
+@operation("ragged.attention: dropout", (ALL[0], "blocks", "all_empty"), kernel="attention")
+def attention_dropout(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Dropout by a number and by an array as seed, with sinks and without."""
+    lengths = lengths_of(layout)
+    q = bench.ragged(lengths, (4, 8), dtype)
+    k = bench.ragged([*lengths[2:], *lengths[:2]], (2, 8), dtype)
+    sinks = np.asarray([0.0, 2.0, -1.0, 0.5])
+    wide = "float64" if dtype == "float64" else "float32"
+    for dropout, seed, is_array, options in (
+        (0.5, (3 << 40) + 5, False, {}),
+        (0.1, 12, True, {"causal": True, "sinks": sinks}),
+        (0.9, 7, True, {"window": (70, 3), "softcap": 2.0}),
+    ):
+        arrays: dict[str, Any] = {
+            "seed": bench.lib.make(np.asarray(seed), "int32") if is_array else seed
+        }
+        if "sinks" in options:
+            arrays["sinks"] = bench.lib.make(sinks, wide)
+        reference = partial(oracle.attention, dropout=dropout, seed=seed, **options)
+        low_precision = (
+            partial(reference, rounding=oracle.round_to(dtype)) if dtype in HALF else None
+        )
+        bench.check(
+            lambda *x, arrays={**options, **arrays}, dropout=dropout: bench.run(
+                bench.xp.ragged.attention, *x, return_lse=True, dropout=dropout, **arrays
+            ),
+            reference,
+            q,
+            k,
+            k,
+            low_precision=low_precision,
+            transcendental=True,
+            note=f"dropout {dropout}, {[*options]}: ",
         )
 
 

@@ -241,31 +241,79 @@ def conv1d(
 
 
 def cross_entropy(
-    rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
+    rows: Rows,
+    targets: Sequence[np.ndarray],
+    *,
+    class_weights: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
 ) -> list[np.ndarray] | np.ndarray:
     """Return ``log(sum(exp(x))) - x[target]`` per token; 0 where the target is ignored.
 
-    The exponentials are added sequentially.
+    The exponentials are added sequentially. The z-loss has no class weights.
     """
-    losses, is_counted = [], []
+    scalar_type = rows.template.dtype.type
+    losses, squares, weights, is_counted = [], [], [], []
     for row, classes in zip(rows, targets, strict=True):
-        loss = np.zeros(len(row), row.dtype)
+        loss, square, weight = (np.zeros(len(row), row.dtype) for _ in range(3))
         for i, (x, target) in enumerate(zip(row, classes, strict=True)):
-            if target != ignore_index:
-                maximum = np.max(x)
-                loss[i] = np.log(np.add.accumulate(np.exp(x - maximum))[-1]) + (maximum - x[target])
+            if target == ignore_index:
+                continue
+            if softcap is not None:
+                x = scalar_type(softcap) * np.tanh(x / scalar_type(softcap))
+            maximum = np.max(x)
+            log_sum = np.log(np.add.accumulate(np.exp(x - maximum))[-1])
+            weight[i] = 1 if class_weights is None else class_weights[target]
+            loss[i] = weight[i] * (log_sum + (maximum - x[target]))
+            if label_smoothing:
+                per_class = log_sum + (maximum - x)
+                if class_weights is not None:
+                    per_class = per_class * class_weights
+                smooth = np.add.accumulate(per_class)[-1] / scalar_type(len(x))
+                share = scalar_type(label_smoothing)
+                loss[i] = (1 - share) * loss[i] + share * smooth
+            square[i] = scalar_type(z_loss) * (log_sum + maximum) ** 2
         losses.append(loss)
+        squares.append(square)
+        weights.append(weight)
         is_counted.append(np.asarray(classes) != ignore_index)
     if reduction == "none":
-        return losses
-    scalar_type = rows.template.dtype.type
-    sums = np.asarray([np.sum(loss, dtype=scalar_type) for loss in losses], scalar_type)
-    counts = np.asarray([np.sum(counted) for counted in is_counted], scalar_type)
+        return [loss + square for loss, square in zip(losses, squares, strict=True)]
+
+    def sums(parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.asarray([np.sum(x, dtype=scalar_type) for x in parts], scalar_type)
+
+    loss, square, weight, count = map(sums, (losses, squares, weights, is_counted))
     with np.errstate(all="ignore"):
         if reduction == "row_mean":
-            return np.asarray(sums / counts)
-        total = np.sum(sums, dtype=scalar_type)
-        return np.asarray(total if reduction == "sum" else total / np.sum(counts))
+            return np.asarray(loss / weight + square / count)
+        loss, square = (np.sum(x, dtype=scalar_type) for x in (loss, square))
+        if reduction == "sum":
+            return np.asarray(loss + square)
+        return np.asarray(loss / np.sum(weight) + square / np.sum(count))
+
+
+def accuracy(
+    rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
+) -> list[np.ndarray] | np.ndarray:
+    """Return 1 per token whose target is the first class with the largest logit, else 0."""
+    correct = [
+        np.asarray([np.argmax(x) == target for x, target in zip(row, classes, strict=True)], float)
+        for row, classes in zip(rows, targets, strict=True)
+    ]
+    is_counted = [np.asarray(classes) != ignore_index for classes in targets]
+    if reduction == "none":
+        return correct
+    total, count = (
+        np.asarray([np.sum(x) for x in parts], float) for parts in (correct, is_counted)
+    )
+    with np.errstate(all="ignore"):
+        if reduction == "row_mean":
+            return np.asarray(total / count)
+        return np.asarray(np.sum(total) if reduction == "sum" else np.sum(total) / np.sum(count))
 
 
 def linear_cross_entropy(
@@ -451,6 +499,36 @@ def attention_mask(queries: int, keys: int, causal: bool, window: Any) -> np.nda
     return mask
 
 
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Return the four words of Philox-4x32 with 7 rounds (Salmon et al., 2011)."""
+    c, k, word = [*counter], [*key], 2**32
+    for _ in range(7):
+        first, third = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [
+            (third // word) ^ c[1] ^ k[0],
+            third % word,
+            (first // word) ^ c[3] ^ k[1],
+            first % word,
+        ]
+        k = [(k[0] + 0x9E3779B9) % word, (k[1] + 0xBB67AE85) % word]
+    return c
+
+
+def dropout_mask(
+    seed: int, dropout: float, queries: int, keys: int, start: int, head: int
+) -> np.ndarray:
+    """Return whether dropout keeps the pairs (queries, keys) of a row that begins at `start`."""
+    limit, kept = round(dropout * 2**16), np.zeros((queries, keys), bool)
+    words: dict[tuple[int, int], list[int]] = {}
+    for i, j in np.ndindex(queries, keys):
+        group = i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2
+        if group not in words:
+            words[group] = philox((*group, start, head), (seed % 2**32, seed // 2**32))
+        word = words[group][i // 8 % 2 * 2 + j // 8 % 2]
+        kept[i, j] = (word // 2**16 if j % 2 else word % 2**16) >= limit
+    return kept
+
+
 def attention(
     q: Rows,
     k: Rows,
@@ -462,14 +540,17 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int = 0,
     rounding: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return output and log-sum-exp of each row.
 
-    ALiBi slopes are one number per head, or per row and head. `rounding` rounds scores and weights,
+    ALiBi slopes are one number per head, or per row and head. A sink has no dropout, as its value
+    is 0. `rounding` rounds scores and weights,
     as an implementation that stores them in half precision.
     """
-    out, lse = [], []
+    out, lse, start = [], [], 0
     for row, (row_q, row_k, row_v) in enumerate(zip(q, k, v, strict=True)):
         (queries, heads, head_dim), (keys, kv_heads, _) = row_q.shape, row_k.shape
         slopes = alibi_slopes
@@ -501,10 +582,15 @@ def attention(
             scores = np.where(mask, scores, as_scalar(-math.inf))[sees_any_key]
             maximum = np.max(scores, axis=1, keepdims=True, initial=-math.inf)
             total = np.sum(np.exp(scores - maximum), axis=1, keepdims=True)
-            row_out[sees_any_key, head] = rounding(np.exp(scores - maximum) / total) @ values
+            weights = np.exp(scores - maximum) / total
+            if dropout:
+                kept = dropout_mask(seed, dropout, queries, keys, start, head)[sees_any_key]
+                weights = weights[:, :keys] * kept / as_scalar(1 - round(dropout * 2**16) / 2**16)
+            row_out[sees_any_key, head] = rounding(weights) @ values[: weights.shape[1]]
             row_lse[sees_any_key, head] = (maximum + np.log(total))[:, 0]
         out.append(row_out)
         lse.append(row_lse)
+        start += queries
     return out, lse
 
 

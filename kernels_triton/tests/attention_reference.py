@@ -153,25 +153,32 @@ def distance(x: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check_public_call(
-    device: str, dtype: torch.dtype, dim: int, options: dict, bound: float
+    device: str,
+    dtype: torch.dtype,
+    dim: int,
+    options: dict,
+    bound: float,
+    slopes_per_row: bool = False,
+    factor: int = 1,
 ) -> None:
     """Compare `scree.attention` on these kernels with the standard path in float64.
 
-    The calls have slopes and sinks, and the gradients of the sinks are compared too.
+    The calls have slopes and sinks, and the gradients of the sinks are compared too. Lengths are
+    multiplied by `factor`.
     """
     import scree
     import scree_triton
 
     scree_triton.register()
     generator = torch.Generator(device=device).manual_seed(3)
-    lengths, keys = (30, 0, 21, 3), (11, 5, 40, 0)
+    lengths, keys = ([n * factor for n in x] for x in ((30, 0, 21, 3), (11, 5, 40, 0)))
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     inputs = [draw(sum(lengths), 4, dim), draw(sum(keys), 2, dim), draw(sum(keys), 2, dim), draw(4)]
     slopes, dout, dlse = (
-        torch.rand(4, generator=generator, device=device),
+        torch.rand((4, 4) if slopes_per_row else 4, generator=generator, device=device),
         draw(sum(lengths), 4, dim),
         draw(sum(lengths), 4),
     )
@@ -180,8 +187,8 @@ def check_public_call(
     def run(kernel: str, wide: torch.dtype | None) -> list[torch.Tensor]:
         q, k, v, sinks = (x.to(wide or x.dtype).detach().requires_grad_() for x in inputs)
         cu = [offsets(n, device) for n in (lengths, keys)]
-        q_rows = scree.from_cu_seqlens(q, cu[0], max_length=30)
-        k_rows = scree.from_cu_seqlens(k, cu[1], max_length=40)
+        q_rows = scree.from_cu_seqlens(q, cu[0], max_length=max(lengths))
+        k_rows = scree.from_cu_seqlens(k, cu[1], max_length=max(keys))
         out, lse = scree.attention(
             q_rows,
             k_rows,

@@ -18,9 +18,15 @@ SHARED_MEMORY = {
     80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
 }  # fmt: skip
 
-#: Attention, forward and backward, for the widths whose tiles fill the shared memory.
+#: Attention, forward and backward, for the widths whose tiles fill the shared memory; for 9.0, every
+#: Gluon kernel of attention.
 HEAD_DIMS = "head_dims"
-HEAD_DIM_SIZES = {torch.bfloat16: (128, 256), torch.float32: (64, 256)}
+HEAD_DIM_SIZES = {torch.bfloat16: (96, 128, 160, 256), torch.float32: (64, 256)}
+#: Softmax of rows that clusters of CTAs process on 9.0; causal attention on one long row, with 16
+#: query heads of one key head.
+LONG_ROWS = "long_rows"
+#: Attention of short rows that share tiles on 9.0.
+SHORT_ROWS = "short_rows"
 
 
 class Driver:
@@ -72,15 +78,45 @@ def prepare(capability: int, compiled: list[str]) -> None:
     launch.Launch._keep = lambda *args: None
 
 
+def attend_long_row(dim: int, dtype: torch.dtype) -> None:
+    """Compute attention on one long row, and its gradients."""
+    import scree
+
+    q, k, v = (
+        torch.randn(5000, heads, dim, dtype=dtype, requires_grad=True) for heads in (16, 1, 1)
+    )
+    x = scree.Array(q, torch.tensor([0, 5000], dtype=torch.int32), max_length=5000)
+    out = scree.attention(x, x.with_values(k), x.with_values(v), causal=True)
+    out.values.sum().backward()
+
+
 def main() -> None:
     capability, *names = sys.argv[1:]
     compiled: list[str] = []
     prepare(int(capability), compiled)
     from program_calls import CALLS, LENGTHS, make_inputs, run
+    from stress import VARIANTS, Variant
 
     import scree
     import scree_triton
     from scree.dispatch import registry
+    from scree_triton.attention import launch_configs
+
+    def grouped_product(dtype: torch.dtype) -> None:
+        x = torch.randn(sum(LENGTHS), 64, dtype=dtype, requires_grad=True)
+        weight = torch.randn(len(LENGTHS), 64, 128, dtype=dtype, requires_grad=True)
+        (inputs.array(x) @ weight).values.sum().backward()
+
+    def attention(variant: Variant, with_lse: bool) -> None:
+        dtype, dim, dim_v, options = variant
+        q, k, v = (
+            inputs.array(torch.randn(sum(LENGTHS), 2, d, dtype=dtype, requires_grad=True))
+            for d in (dim, dim, dim_v)
+        )
+        k, v = q.with_values(k.values), q.with_values(v.values)
+        out, lse = scree.attention(q, k, v, return_lse=True, **options)
+        loss = out.values.float().sum()
+        (loss + lse.values.sum() if with_lse else loss).backward()
 
     with registry.isolated():
         scree_triton.find_spec, scree_triton._interpreted = lambda _: True, lambda: True
@@ -88,18 +124,40 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             inputs = make_inputs("cpu", dtype)
             # Tiles depend on the size of an element in products only.
-            both = ("grouped_product", "linear_cross_entropy")
-            chosen = [*CALLS, HEAD_DIMS] if dtype == torch.bfloat16 else [*both, HEAD_DIMS]
+            some = ["grouped_product", "linear_cross_entropy"]
+            chosen = [
+                *(CALLS if dtype == torch.bfloat16 else some),
+                HEAD_DIMS,
+                LONG_ROWS,
+                SHORT_ROWS,
+            ]
             for name in [name for name in chosen if not names or name in names]:
                 print(f"# {name}, {dtype}", flush=True)
-                if name != HEAD_DIMS:
+                if name == LONG_ROWS:
+                    row = torch.randn(70_000, dtype=dtype)
+                    scree.softmax(scree.from_lengths(row, [70_000], max_length=70_000))
+                    for dim in (64, 128) if dtype == torch.bfloat16 else ():
+                        attend_long_row(dim, dtype)
+                elif name == SHORT_ROWS:
+                    launch_configs.MANY_ROWS = 1
+                    for dim in HEAD_DIM_SIZES[dtype]:
+                        # Options of their own, as equal ones take an earlier call's launch config.
+                        options = {"causal": True, "window": (101, None)}
+                        attention(Variant(dtype, dim, dim, options), with_lse=False)
+                elif name == HEAD_DIMS and capability == "90":
+                    is_half = dtype == torch.bfloat16
+                    for variant in VARIANTS:
+                        if variant.dim and (variant.dtype.itemsize == 2) == is_half:
+                            attention(variant, with_lse=variant.dim == 64)
+                elif name == HEAD_DIMS:
+                    options = {"causal": True, "window": (100, None)}
+                    for dim in HEAD_DIM_SIZES[dtype]:
+                        attention(Variant(dtype, dim, dim, options), with_lse=False)
+                elif name == "grouped_product":
                     run(name, inputs)
-                    continue
-                for dim in HEAD_DIM_SIZES[dtype]:
-                    values = torch.randn(sum(LENGTHS), 2, dim, dtype=dtype, requires_grad=True)
-                    x = inputs.array(values)
-                    out = scree.attention(x, x, x, causal=True, window=(100, None))
-                    out.values.sum().backward()
+                    grouped_product(dtype)
+                else:
+                    run(name, inputs)
     print(f"{len(compiled)} kernels", flush=True)
 
 

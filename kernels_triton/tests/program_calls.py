@@ -65,6 +65,28 @@ def _cross_entropy(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch
     return scree.namespace(x).ragged.cross_entropy(x, x.with_values(classes))
 
 
+def _loss_options(classes: int, like: torch.Tensor) -> dict[str, Any]:
+    weights = torch.linspace(0.5, 1.5, classes, device=like.device)
+    options = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.01, "return_accuracy": True}
+    return {"class_weights": weights, **options}
+
+
+def _linear_cross_entropy_options(
+    x: Any, weight: torch.Tensor, classes: torch.Tensor
+) -> torch.Tensor:
+    labels, options = x.with_values(classes), _loss_options(CLASSES, weight)
+    loss, accuracy = scree.namespace(x).ragged.linear_cross_entropy(
+        x, weight[:CLASSES], labels, **options
+    )
+    return loss + accuracy
+
+
+def _cross_entropy_options(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    options = _loss_options(x.shape[-1], weight)
+    loss, accuracy = scree.namespace(x).ragged.cross_entropy(x, x.with_values(classes), **options)
+    return loss + accuracy
+
+
 def _grouped(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return (x @ weight.expand(len(x), WIDTH, WIDTH)).values
 
@@ -138,6 +160,8 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "grouped_product": _grouped,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "cross_entropy_options": _cross_entropy_options,
+    "linear_cross_entropy_options": _linear_cross_entropy_options,
     "argmax": _of(lambda xp, x: xp.argmax(x, axis=1)),
     "paged_attention": _paged_attention,
     "append_paged": _append_paged,

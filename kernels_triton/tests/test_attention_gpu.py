@@ -16,8 +16,10 @@ pytestmark = pytest.mark.gpu
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
 LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
+SHORT = (1, 39, 0, 20, 5, 33, 64, 2, 0, 0, 63, 17, 300, 12, 130, 9, *(7,) * 30, 64, 1, 40)
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
+LONGEST = (40, 4999, 0, 300, 1)
 MASKS = [
     dict(),
     dict(causal=True),
@@ -144,6 +146,16 @@ CASES = [
         for dtype in (f16, bf16)
         for dim in (64, 128)
     ),
+    # Key heads whose query heads are summed in splits.
+    *(
+        Case(dtype, dim, dim, 16, k_heads, LONG, k_lengths, slack=slack, **mask)
+        for (dtype, dim), k_heads, (k_lengths, slack), mask in itertools.product(
+            ((f16, 64), (bf16, 96), (bf16, 128), (f16, 160), (bf16, 256)),
+            (1, 2),
+            ((None, 0), (LONG[::-1], 70)),
+            (MASKS[0], MASKS[1]),
+        )
+    ),
     *(
         Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True)
         for dtype in (f16, bf16)
@@ -161,6 +173,15 @@ def poison():
     ]
     torch.cuda.synchronize()
     del blocks
+
+
+@pytest.fixture
+def share_tiles(monkeypatch):
+    """Let short rows share tiles in small batches too."""
+    from scree_triton.attention import launch_configs
+
+    monkeypatch.setattr(launch_configs, "MANY_ROWS", 1)
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
 
 
 def run(case, p, max_length=None):
@@ -229,6 +250,63 @@ def test_few_short_rows(case):
     check(case, max_length=500)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            Case(dtype, dim, dim, 4, 2, SHORT, slack=slack, **mask)
+            for (dtype, dim), slack, mask in itertools.product(
+                ((f16, 32), (bf16, 64), (f16, 96), (bf16, 128), (f16, 192), (bf16, 256)),
+                (0, 70),
+                (MASKS[0], MASKS[1], MASKS[3], MASKS[6]),
+            )
+        ),
+        *(
+            Case(dtype, dim, dim_v, 4, 1, SHORT, alibi=True, **mask)
+            for (dtype, dim, dim_v), mask in itertools.product(
+                ((f16, 64, 64), (bf16, 80, 128), (bf16, 192, 128)), (MASKS[1], MASKS[3])
+            )
+        ),
+        *(
+            Case(f16, 64, 64, 2, 2, lengths, causal=causal)
+            for lengths, causal in itertools.product(
+                ((1,) * 5000, (0, 0, 7), (1000, *(3,) * 50)), (False, True)
+            )
+        ),
+        *(
+            Case(dtype, dim, dim, 4, 1, lengths, lengths[::-1], slack=slack, alibi=alibi, **mask)
+            for (dtype, dim), (lengths, slack), (alibi, mask) in itertools.product(
+                ((f16, 64), (bf16, 128)),
+                ((SHORT, 70), ((5, 0, 3, 0, 20, 9, 0), 0)),
+                ((False, MASKS[0]), (False, MASKS[1]), (True, MASKS[3]), (False, MASKS[6])),
+            )
+        ),
+    ],
+    ids=lambda c: c.name,
+)
+def test_rows_share_tiles(case, share_tiles):
+    """Adjacent rows share a tile if the rows are short on average and a bound is known."""
+    check(case, max_length=1000)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, dim, dim, heads, k_heads, LONGEST, k_lengths, slack=slack, **mask)
+        for (dtype, dim), (heads, k_heads), (k_lengths, slack), mask in itertools.product(
+            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 128)),
+            ((2, 2), (4, 1)),
+            ((None, 0), (LONGEST[::-1], 0), (None, 70)),
+            (MASKS[0], MASKS[1]),
+        )
+    ],
+    ids=lambda c: c.name,
+)
+def test_long_rows(case):
+    """Rows that are known to be long take larger tiles."""
+    check(case, max_length=max(LONGEST))
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="elsewhere float32 is multiplied as three TF32 products",
@@ -266,24 +344,115 @@ def test_public_call(dtype, dim, options, bound):
     check_public_call("cuda", dtype, dim, options, bound)
 
 
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize(
+    "dtype, dim, bound",
+    [*((bf16, dim, 2e-2) for dim in (32, 64, 128, 256)), (f16, 128, 4e-3), (f32, 64, 1e-5)],
+)
+def test_dropout_matches_standard_path(dtype, dim, bound, options):
+    """The kernels drop the pairs that the standard path in float64 drops."""
+    options = dict(dropout=0.2, seed=(1 << 35) + dim, **options)
+    check_public_call("cuda", dtype, dim, options, bound, slopes_per_row=dim == 64, factor=11)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(40, 90), softcap=5.0)])
+@pytest.mark.parametrize(
+    "dtype, dim, bound", [(bf16, 64, 2e-2), (bf16, 128, 2e-2), (f32, 64, 1e-5)]
+)
+def test_slopes_per_row_match_standard_path(dtype, dim, bound, options):
+    check_public_call("cuda", dtype, dim, options, bound, slopes_per_row=True, factor=11)
+
+
+def test_dropout_of_compiled_function_matches_eager():
+    import scree
+
+    q, k, v = (torch.randn((700, 4, 64), device="cuda", dtype=bf16) for _ in range(3))
+    cu, seed = offsets((300, 0, 400), "cuda"), torch.tensor([7], device="cuda")
+
+    def loss(q, k, v, seed):
+        x = scree.from_cu_seqlens(q, cu, max_length=400)
+        options = dict(causal=True, dropout=0.3, seed=seed, kernel="triton")
+        return scree.attention(x, x.with_values(k), x.with_values(v), **options).values
+
+    results = []
+    for f in (loss, torch.compile(loss, fullgraph=True)):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = f(*inputs, seed)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    assert all(map(torch.equal, *results))
+
+
+def test_graph_draws_another_mask_at_each_replay():
+    """A seed on the device is drawn again by each replay, and replays of one seed are equal."""
+    import scree
+
+    x = scree.from_lengths(torch.randn((500, 4, 64), device="cuda", dtype=bf16), [200, 300])
+    seed = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def attend():
+        return scree.attention(x, x, x, causal=True, dropout=0.3, seed=seed, kernel="triton").values
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    results = []
+    for number in (1, 2, 1):
+        seed.fill_(number)
+        graph.replay()
+        results.append(captured.clone())
+        assert torch.equal(captured, attend())
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
+def check_isolation(case, poisoned_names, rows, max_length=None):
+    """Check that NaN and infinity in a row change no bit of the other rows."""
+    p = problem(case, "cuda")
+    clean = run(case, p, max_length)
+    start = p.cu_q.tolist()
+    for row, number in zip(rows, (math.nan, math.inf)):
+        poisoned = p._replace(**{name: getattr(p, name).clone() for name in poisoned_names})
+        for name in poisoned_names:
+            getattr(poisoned, name)[start[row] : start[row + 1]] = number
+        results = run(case, poisoned, max_length)
+        for x, y in zip(clean, results):
+            assert torch.equal(x[: start[row]], y[: start[row]]) and torch.equal(
+                x[start[row + 1] :], y[start[row + 1] :]
+            )
+        assert not all(x[start[row] : start[row + 1]].isfinite().all() for x in results)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 80, 128, 160, 256])
 @pytest.mark.parametrize("dtype", [f16, f32])
 def test_rows_do_not_leak(dtype, dim, causal):
     case = Case(dtype, dim, dim, 2, 1, MIXED, causal=causal)
+    check_isolation(case, ("q", "k", "v", "dout", "dlse"), (3, 8))
+
+
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("names", ["q", "k", "v", "dout", "dlse", "q k v dout dlse"])
+def test_rows_that_share_a_tile_do_not_leak(names, dim, softcap, share_tiles):
+    case = Case(bf16, dim, dim, 2, 1, SHORT, causal=dim != 64, softcap=softcap)
+    check_isolation(case, names.split(), (3, 11), max_length=1000)
+
+
+@pytest.mark.parametrize("names", ["q", "dout", "q dout dlse"])
+def test_queries_without_keys_do_not_leak(names, share_tiles):
+    """In each row some queries attend to no key: they have an output of 0 and no gradient."""
+    case = Case(f16, 64, 64, 2, 1, (9, 20, 30, 5), (4, 0, 20, 5), causal=True)
     p = problem(case, "cuda")
-    clean = run(case, p)
+    clean = run(case, p, 100)
     start = p.cu_q.tolist()
-    for row in (3, 8):
-        poisoned = p._replace(
-            **{name: getattr(p, name).clone() for name in ("q", "k", "v", "dout", "dlse")}
-        )
-        for x in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout, poisoned.dlse):
-            x[start[row] : start[row + 1]] = math.nan if row == 3 else math.inf
-        for x, y in zip(clean, run(case, poisoned)):
-            assert torch.equal(x[: start[row]], y[: start[row]]) and torch.equal(
-                x[start[row + 1] :], y[start[row + 1] :]
-            )
+    for row, number in ((0, math.inf), (1, math.nan), (2, -math.inf)):
+        poisoned = p._replace(**{name: getattr(p, name).clone() for name in names.split()})
+        for name in names.split():
+            getattr(poisoned, name)[start[row]] = number
+        for x, y in zip(clean, run(case, poisoned, 100)):
+            before, after = (start if len(x) == len(p.q) else p.cu_k.tolist())[row : row + 2]
+            assert torch.equal(x[:before], y[:before]) and torch.equal(x[after:], y[after:])
 
 
 @pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (bf16, 192), (f32, 64)])
@@ -388,7 +557,7 @@ def test_operator(dim):
     kind = p.q.dtype, dim, dim
     tiles = schedule_op(p.cu_q, p.cu_k, p.q.shape[0], *kind, 0, UNBOUNDED, 0)
     constants = tiles, 70, UNBOUNDED, 0, 0.1, 0.0
-    torch.library.opcheck(attention_op, (*args, None, p.cu_q, p.cu_k, *constants))
+    torch.library.opcheck(attention_op, (*args, None, None, p.cu_q, p.cu_k, *constants, 0))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 160])

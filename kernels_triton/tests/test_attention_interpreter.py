@@ -4,10 +4,16 @@ The kernels for Hopper are written in Gluon, which has no interpreter. This file
 they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 """
 
+import heapq
 import importlib
 import inspect
 import os
+import random
+import re
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,9 +24,16 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import arguments, autotune, interface, launch_configs
+from scree_triton.attention import arguments, autotune, interface, launch_configs, tile_scheduler
 from scree_triton.attention.interface import attention
-from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
+from scree_triton.attention.launch_configs import (
+    AttentionSpec,
+    VarlenLayout,
+    choose_splits,
+    estimate_work,
+    get_launch_config,
+)
+from scree_triton.attention.sum_splits import attention_sum_splits_kernel
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
 from scree_triton.runtime.device import Device
 from scree_triton.runtime.launch import INTERPRETED
@@ -44,6 +57,9 @@ CASES = [
     Case(f16, 16, 16, 1, 1, (0, 0), (3, 0)),
     Case(f32, 16, 16, 1, 1, (), (), causal=True),
 ]
+
+
+DROPOUT_OPTIONS = [dict(), dict(causal=True, softcap=3.0, deterministic=True), dict(window=(9, 4))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -92,16 +108,61 @@ def test_attention_negative_slopes_matches_float64():
         assert distance(x, exact) < 4 * 50 * 2**-23, name  # scores are that large
 
 
+@pytest.mark.parametrize("seed", [5, (1 << 40) + 3])
+@pytest.mark.parametrize("options", DROPOUT_OPTIONS, ids=str)
+def test_dropout_matches_standard_path(options, seed):
+    """The kernels drop the same pairs as the standard path in float64, forward and backward."""
+    check_public_call(DEVICE, f32, 16, dict(dropout=0.3, seed=seed, **options), BOUND[f32])
+
+
+@pytest.mark.parametrize("options", DROPOUT_OPTIONS, ids=str)
+def test_slopes_per_row_match_standard_path(options):
+    check_public_call(DEVICE, f32, 16, options, BOUND[f32], slopes_per_row=True)
+
+
+def test_dropout_operators_match_eager(monkeypatch):
+    """The operators of compiled programs drop the same pairs, with slopes per row."""
+    generator = torch.Generator(device=DEVICE).manual_seed(2)
+    q, k, v = (
+        torch.randn((41, 2, 16), generator=generator, device=DEVICE, requires_grad=True)
+        for _ in range(3)
+    )
+    cu, slopes = offsets((0, 33, 8), DEVICE), torch.rand((3, 2), generator=generator, device=DEVICE)
+
+    def run():
+        x = scree.from_cu_seqlens(q, cu, max_length=33)
+        k_rows, v_rows = x.with_values(k), x.with_values(v)
+        options = dict(causal=True, alibi_slopes=slopes, dropout=0.4, seed=7, kernel="triton")
+        out = scree.attention(x, k_rows, v_rows, **options).values
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    eager = run()
+    monkeypatch.setattr(interface, "uses_operators", lambda *values: True)
+    assert all(map(torch.equal, run(), eager))
+
+
+def test_dropout_of_repeated_call_depends_on_seed_alone():
+    """Equal seeds give equal bits, also if the second call is prepared; other seeds do not."""
+    scree_triton.register()
+    x = scree.from_lengths(torch.randn((90, 2, 16), device=DEVICE), [50, 40])
+    seeds = [torch.tensor([seed], device=DEVICE) for seed in (1, 1, 2)]
+    a, b, c = (scree.attention(x, x, x, dropout=0.5, seed=s, kernel="triton").values for s in seeds)
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
 CAUSAL = dict(
     has_left=False,
     has_right=True,
     causal=True,
     softcap=False,
-    alibi=False,
+    alibi=0,
+    dropout=False,
     tma_aligned=True,
     same_offsets=True,
     tf32=False,
     small_batch=False,
+    many_short_rows=False,
+    long_rows=False,
 )
 
 
@@ -112,6 +173,7 @@ CAUSAL = dict(
             (torch.float16, (dim, dim), {}, "Sm90Config")
             for dim in (24, 32, 64, 80, 96, 128, 136, 192, 256)
         ),
+        *((torch.float16, (dim, dim), dict(long_rows=True), "Sm90Config") for dim in (64, 128)),
         *(
             (torch.bfloat16, dims, {}, "Sm90Config")
             for dims in ((192, 128), (128, 192), (64, 128), (40, 24), (256, 64))
@@ -125,21 +187,24 @@ CAUSAL = dict(
                 dict(has_left=True, has_right=False, causal=False),
                 dict(causal=False),
                 dict(softcap=True),
-                dict(alibi=True),
-                dict(has_left=True, softcap=True, alibi=True),
+                dict(alibi=1),
+                dict(has_left=True, softcap=True, alibi=1),
                 dict(same_offsets=False),
             )
         ),
+        (torch.bfloat16, (96, 96), dict(many_short_rows=True), "Sm90MixedConfig"),
         *(
             (torch.float16, dims, {}, "PortableConfig")
             for dims in ((16, 16), (64, 16), (16, 64), (28, 28))
         ),
         (torch.float16, (64, 64), dict(tma_aligned=False), "PortableConfig"),
+        *((dtype, (64, 64), dict(dropout=True), "PortableConfig") for dtype in (f16, f32)),
+        *((dtype, (64, 64), dict(alibi=2), "PortableConfig") for dtype in (f16, f32)),
         *((f32, (dim, dim), {}, "Bf16x3Config") for dim in (32, 64)),
         *((f32, (dim, dim), {}, "PortableConfig") for dim in (16, 48, 128)),
         *(
             (f32, (64, 64), change, "Bf16x3Config")
-            for change in (dict(has_left=True), dict(causal=False), dict(softcap=True, alibi=True))
+            for change in (dict(has_left=True), dict(causal=False), dict(softcap=True, alibi=1))
         ),
         (f32, (64, 64), dict(tf32=True), "PortableConfig"),
     ],
@@ -159,12 +224,13 @@ def test_select_config_on_hopper_returns_documented_kernels(
 
 
 GROUPS = {
-    "portable.attention_forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers",
-    "portable.attention_dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers",
-    "portable.attention_dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers",
+    "portable.attention_forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers DropoutNumbers",
+    "portable.attention_dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers DropoutNumbers",
+    "portable.attention_dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers DropoutNumbers",
     "forward_sm90.attention_forward_sm90_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
     "backward_sm90.attention_dq_sm90_kernel": "DqArgs DqStrides DqNumbers",
-    "backward_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides BackwardNumbers",
+    "backward_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides DkdvNumbers",
+    "sum_splits.attention_sum_splits_kernel": "SumSplitsArgs",
     "float32_sm90.attention_forward_float32_sm90_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
     "float32_sm90.attention_dq_float32_sm90_kernel": "Float32DqArgs BackwardNumbers",
     "float32_sm90.attention_dkdv_float32_sm90_kernel": "Float32DkdvArgs BackwardNumbers",
@@ -186,24 +252,158 @@ def test_arguments_match_kernel_parameters(name):
     assert args.fields[len(args.fields) - len(last) :] == tuple(last)
 
 
-def test_get_launch_config_few_short_rows_selects_small_batch(monkeypatch):
-    """Only few rows with a known short bound are a small batch."""
+def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
+    """Few rows with a known short bound are a small batch; many short rows share tiles."""
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-3:-1])
+    monkeypatch.setattr(launch_configs, "MERGED_MEAN_SEQLEN", 20)
+    monkeypatch.setattr(launch_configs, "MANY_ROWS", 100)
+    spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
+    for heads, rows, tokens, max_seqlen, expected in (
+        (1, 1, 40, 40, (True, False)),
+        (1, 1, 40, UNBOUNDED, (False, False)),
+        (1, 1, 40, 1601, (False, False)),
+        (2000, 1, 40, 40, (False, False)),
+        (50, 2, 40, 40, (True, True)),
+        (50, 2, 40, UNBOUNDED, (False, False)),
+        (50, 2, 41, 41, (True, False)),
+        (49, 2, 40, 40, (True, False)),
+        (2000, 2, 40, 40, (False, True)),
+    ):
+        cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
+        layout = VarlenLayout(cu, cu, None, max_seqlen)
+        values = [torch.randn((tokens, 1, 16), device=DEVICE).expand(tokens, heads, 16)] * 3
+        assert get_launch_config(*values, layout, spec, False) == expected
+
+
+def test_key_tiles_of_short_rows_are_query_tiles():
+    """Queries and keys of the same rows share one schedule."""
+    cu, spec = offsets((3, 5), DEVICE), AttentionSpec(4, 2, 0.25, 0.0)
+    layout = VarlenLayout(cu, cu, {})
+    rows = launch_configs.SHORT_ROWS
+    assert layout.key_tiles(8, 64, spec, rows) is layout.query_tiles(8, 64, spec, rows)
+    others = launch_configs.OTHER_ROWS
+    assert layout.key_tiles(8, 64, spec, others) is not layout.query_tiles(8, 64, spec, others)
+
+
+@pytest.mark.parametrize(
+    "lengths, max_seqlen, window_left, expected",
+    [
+        ((5000,), 5000, UNBOUNDED, True),
+        ((5000,), UNBOUNDED, UNBOUNDED, False),
+        ((5000,), 5000, 4000, False),
+        ((4000,) * 3, 4000, UNBOUNDED, False),
+        ((6000, *(31,) * 20), 6000, UNBOUNDED, True),
+        ((6000, *(2000,) * 6), 6000, UNBOUNDED, False),
+    ],
+)
+def test_get_launch_config_long_rows_selects_their_tiles(
+    lengths, max_seqlen, window_left, expected, monkeypatch
+):
+    """The row of a mean pair of query and key must be known to have 4096 tokens."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
     monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-1])
-    x, cu, spec = (
-        torch.randn((40, 1, 16), device=DEVICE),
-        offsets((40,), DEVICE),
-        AttentionSpec(UNBOUNDED, 0, 0.25, 0.0),
+    cu = offsets(lengths, DEVICE)
+    values = [torch.empty((sum(lengths), 1, 16), device=DEVICE)] * 3
+    spec = AttentionSpec(window_left, 0, 0.25, 0.0)
+    layout = VarlenLayout(cu, cu, None, max_seqlen)
+    assert get_launch_config(*values, layout, spec, False) is expected
+
+
+def _count_pairs(lengths, causal):
+    lengths = np.array(lengths, np.int64)
+    return int((lengths * (lengths + 1) // 2 if causal else lengths**2).sum())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("max_seqlen", [768, UNBOUNDED])
+def test_estimate_work_equal_rows_counts_pairs(max_seqlen, causal):
+    lengths, spec = (768,) * 20, AttentionSpec(UNBOUNDED, 0 if causal else UNBOUNDED, 1.0, 0.0)
+    total = sum(lengths)
+    work = estimate_work(len(lengths), max_seqlen, total, total, 128, spec)
+    exact = _count_pairs(lengths, causal)
+    # Padding: up to one block of 64 queries per tile, and rows are assumed uneven if unknown.
+    assert exact <= work.total <= (1.3 if max_seqlen == 768 else 2) * exact
+    assert work.longest >= 128 * 768
+    assert work.tiles >= 6 * 20
+
+
+def test_estimate_work_window_limits_queries_of_a_tile():
+    spec = AttentionSpec(100, 0, 1.0, 0.0)
+    work = estimate_work(1, 100_000, 100_000, 100_000, 128, spec)
+    assert work.longest <= 128 * (101 + 128 + 64)
+    assert 100_000 * 101 <= work.total <= 2 * 100_000 * 101
+
+
+UNEVEN = (4001, 3001, 2503, 1709, 1301, 1009, 701, 499, 401, 211, 208)
+
+
+def _simulate(lengths, group, k_heads, splits, dims):
+    """Return the seconds until 132 CTAs, which take the longest tile first, have computed dK, dV."""
+    seconds = 4 * dims * 64 * 128 / 4.5e12  # per block of queries
+    blocks = sorted((-(-(n - a) // 64) for n in lengths for a in range(0, n, 128)), reverse=True)
+    ends = [0.0] * 132
+    for n in blocks:
+        for _ in range(k_heads * splits):
+            heapq.heapreplace(ends, ends[0] + 3e-6 + n * seconds * group / splits)
+    sums = 4 * splits * sum(lengths) * k_heads * dims / 2.5e12
+    return max(ends) + (3e-6 + sums if splits > 1 else 0)
+
+
+@pytest.mark.parametrize("max_seqlen_known", [True, False])
+@pytest.mark.parametrize(
+    "lengths, group, k_heads, dims",
+    [
+        (UNEVEN, 8, 2, 256),
+        (UNEVEN, 16, 1, 128),
+        (UNEVEN, 4, 8, 256),
+        ((300,) * 200, 8, 2, 256),
+        ((60_000, *(31,) * 500), 8, 2, 128),
+        ((2048,) * 16, 8, 2, 256),
+        ((700, 900, 400, 1200), 16, 1, 128),
+        ((64,) * 10, 4, 1, 256),
+    ],
+)
+def test_choose_splits_is_near_the_best_of_a_simulated_schedule(
+    lengths, group, k_heads, dims, max_seqlen_known
+):
+    total, spec = sum(lengths), AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
+    bound = max(lengths) if max_seqlen_known else UNBOUNDED
+    work = estimate_work(len(lengths), bound, total, total, 128, spec)
+    splits = choose_splits(group, k_heads, total, dims, work, 132)
+    assert group % splits == 0
+    seconds = {
+        s: _simulate(lengths, group, k_heads, s, dims)
+        for s in range(1, group + 1)
+        if group % s == 0
+    }
+    assert seconds[splits] <= 1.1 * min(seconds.values())
+
+
+def test_choose_splits_one_query_head_per_key_head_returns_one():
+    work = estimate_work(1, 9000, 9000, 9000, 128, AttentionSpec(UNBOUNDED, 0, 1.0, 0.0))
+    assert choose_splits(1, 4, 9000, 256, work, 132) == 1
+
+
+@pytest.mark.parametrize("num_splits, dim, dim_v", [(2, 24, 40), (4, 96, 64), (3, 32, 32)])
+def test_sum_splits_kernel_adds_in_order(num_splits, dim, dim_v):
+    """The sum is in float32, always in the order of the splits, and rounded once."""
+    generator, rows, block = torch.Generator(device=DEVICE).manual_seed(0), 37, 128
+
+    def draw(width):
+        return torch.randn((rows, num_splits, width), generator=generator, device=DEVICE)
+
+    dk_splits, dv_splits = draw(dim), draw(dim_v)
+    dk, dv = (torch.full((rows, x), torch.nan, dtype=f16, device=DEVICE) for x in (dim, dim_v))
+    blocks = sum(-(-rows * x // block) for x in (dim, dim_v))
+    attention_sum_splits_kernel[(blocks,)](
+        dk_splits, dv_splits, dk, dv, rows, num_splits, dim, dim_v, block, DEPENDENT=False
     )
-    for heads, max_seqlen, small in (
-        (1, 40, True),
-        (1, UNBOUNDED, False),
-        (1, 1601, False),
-        (2000, 40, False),
-    ):
-        layout = VarlenLayout(cu, cu, None, max_seqlen)
-        values = [x.expand(40, heads, 16)] * 3
-        assert get_launch_config(*values, layout, spec, False) is small
+    for splits, result in ((dk_splits, dk), (dv_splits, dv)):
+        total = splits[:, 0].clone()
+        for i in range(1, num_splits):
+            total += splits[:, i]
+        assert torch.equal(result, total.to(f16))
 
 
 def test_get_launch_config_distinguishes_tf32(monkeypatch):
@@ -254,12 +454,40 @@ def test_autotune_measures_each_kind_once(monkeypatch, capsys, tmp_path):
     )
 
 
+PROCESS = """
+import sys, time, torch
+from triton import knobs
+from scree_triton.attention import autotune, tile_configs
+knobs.cache.dir = sys.argv[1]
+tiles = tile_configs.portable_tiles((8, 0), 4, 32)
+def measure(*args):
+    time.sleep(1)
+    return tiles._replace(dq=tiles.dq._replace(num_warps=int(sys.argv[2])))
+autotune._measure = measure
+x = torch.zeros(1)
+print("tiles", autotune.autotune_tiles((4, 32), None, tiles, x, x, x, None, None, False))
+"""
+
+
+def test_autotune_in_two_processes_at_once_gives_one_choice(tmp_path):
+    """As in the ranks of a program: one measures, the other waits and reads."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path), str(warps)], stdout=subprocess.PIPE
+        )
+        for warps in (4, 8)
+    ]
+    outputs = [process.communicate()[0].decode() for process in processes]
+    choices = {re.search("^tiles .*", output, re.MULTILINE)[0] for output in outputs}
+    assert len(choices) == 1
+    assert sum("measured on" in output for output in outputs) == 1
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
         (dict(scale=-1.0), "positive scale"),
         (dict(alibi_slopes=torch.ones(2, device=DEVICE, requires_grad=True)), "slopes"),
-        (dict(alibi_slopes=torch.ones(2, 2, device=DEVICE)), "not per row and head"),
         (dict(width=300), "head_dim 16 to 256"),
         (dict(dtype=torch.float64), "float16, bfloat16 and float32"),
         (dict(strided=True), "contiguous"),
@@ -308,11 +536,78 @@ def test_schedule_tiles_covers_all_tokens_longest_first(
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))
 
 
+def merge_rows(rows):
+    """Return the groups of rows that share a tile of 64 tokens and attended tokens, by a loop.
+
+    `rows` holds offset, length, offset of the attended row and its length.
+    """
+    groups = []
+    for i, (start, length, attended, attended_length) in enumerate(rows):
+        if i % 64 > 0 and max(groups[-1][1] + length, groups[-1][3] + attended_length) <= 64:
+            groups[-1][1] += length
+            groups[-1][3] += attended_length
+        else:
+            groups.append([start, length, attended, attended_length])
+    return [(*x,) for x in groups if x[1] > 0 and max(x[1], x[3]) <= 64]
+
+
+@pytest.mark.parametrize(
+    "lengths, slack",
+    [
+        ((300, 0, 64, 1, 129, 0, 0, 20, 44, 1), 0),
+        ((1,) * 200, 7),
+        ((0, 0), 65),
+        (tuple(random.Random(1).choices(range(40), k=3000)), 3),
+        ((0, 63, 1, 65, 64, 0, 64, 64), 0),
+    ],
+    ids=["mixed", "ones", "empty", "short", "limits"],
+)
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("max_counted", [2048, 0])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_schedule_tiles_short_rows_share_tiles(
+    lengths, slack, same, max_counted, kernels, monkeypatch
+):
+    """One schedule has the rows up to 64 tokens and the tail, the other one the longer rows."""
+    monkeypatch.setattr(tile_scheduler, "MAX_COUNTED_SLOTS", max_counted)
+    attended_lengths = lengths if same else lengths[::-1]
+    cu, other, total = (
+        offsets(lengths, DEVICE),
+        offsets(attended_lengths, DEVICE),
+        sum(lengths) + slack,
+    )
+    rows = [*zip(cu.tolist(), lengths, other.tolist(), attended_lengths)]
+    short = merge_rows(rows) if kernels else [x for x in rows if x[1] > 0 and max(x[1], x[3]) <= 64]
+    long = [x for x in rows if max(x[1], x[3]) > 64]
+    tail = (sum(lengths), slack, 0, 0)
+    schedule = schedule_tiles if kernels else tile_scheduler._schedule_by_rows
+    merged = schedule(cu, other, total, 64, UNBOUNDED, 0, 0, True)
+    for tiles, size, expected in (
+        (merged, 64, [*short, tail]),
+        (schedule(cu, other, total, 128, UNBOUNDED, 0, 65), 128, long),
+    ):
+        entries = [(*x, i) for x in expected for i in range(0, x[1], size)]
+        count = int(tiles[0, 0])
+        assert sorted((*x[:5],) for x in tiles[1 : count + 1].tolist()) == sorted(entries)
+    attended = merged.flatten()[int(merged[0, 1]) :][: 3 * total].reshape(3, total).T
+    assert [*map(tuple, attended.tolist())] == [
+        (first, first + length, first + length - n + i)
+        for _, n, first, length in (*rows, tail)
+        for i in range(n)
+    ]
+
+
 @pytest.mark.parametrize(
     "version, dtype, dim, expected",
     [
         ((3, 6), torch.float16, 64, None),
-        ((3, 9), torch.float16, 64, "tested with Triton 3.6 and 3.7, not 3.9"),
+        ((3, 9), torch.float16, 64, None),
+        (
+            (3, 10),
+            torch.float16,
+            64,
+            "tested with Triton 3.6 to 3.9, not 3.10; portable kernels run",
+        ),
         ((3, 6), torch.float16, 20, "multiples of 8 from 24 to 256 here, not 20"),
         ((3, 6), torch.float32, 128, "head_dim 32 or 64 here, not 128"),
     ],

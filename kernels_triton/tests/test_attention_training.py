@@ -199,8 +199,10 @@ def test_operators_pass_opcheck(dtype, dim):
     schedule = cu, cu, sum(LENGTHS), dtype, dim, dim, 0, UNBOUNDED, 0
     # Entries after the last tile have any value, so results cannot be compared.
     torch.library.opcheck(schedule_op, schedule, test_utils=("test_schema", "test_faketensor"))
-    constants = schedule_op(*schedule), max(LENGTHS), UNBOUNDED, 0, 0.1, 0.0
-    torch.library.opcheck(attention_op, (q, k, v, None, cu, cu, *constants))
+    tiles, constants = schedule_op(*schedule), (max(LENGTHS), UNBOUNDED, 0, 0.1, 0.0)
+    torch.library.opcheck(attention_op, (q, k, v, None, None, cu, cu, tiles, *constants, 0))
+    seed, slopes = torch.tensor([3], device=DEVICE), torch.rand((sum(LENGTHS), 2), device=DEVICE)
+    torch.library.opcheck(attention_op, (q, k, v, slopes, seed, cu, cu, tiles, *constants, 9000))
 
 
 def test_gradients_of_some_inputs_match_full_gradients():

@@ -316,3 +316,246 @@ def test_losses_alike_are_checked_once(isolated_registry, reduction):
         found = scree.cross_entropy(x, targets, reduction=reduction)
         assert torch.allclose(found.values if reduction == "none" else found, wanted)
     assert len(checked) == 1
+
+
+#: Options of the losses; "weights" stands for class weights.
+OPTIONS = {
+    "smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 3.0},
+    "z_loss": {"z_loss": 0.2},
+    "weights": {"class_weights": True},
+    "smoothing and weights": {"label_smoothing": 0.3, "class_weights": True},
+    "all": {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1, "class_weights": True},
+}
+REDUCTIONS = ["mean", "sum", "row_mean", "none"]
+
+
+def class_weights_of(classes):
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    return torch.rand(classes, generator=generator, device=DEVICE) + 0.25
+
+
+def exact_loss(logits, targets, reduction, *, softcap=None, z_loss=0.0, **options):
+    """The loss and the accuracy of logits (total, classes) by PyTorch, in the dtype of the logits."""
+    rows, targets = targets.lengths.tolist(), targets.values
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    weights = options.pop("class_weights", None)
+    weights = None if weights is None else weights.to(logits.dtype)
+
+    def reduce(logits, targets, reduction):
+        counted = (targets != -100).to(logits.dtype)
+        total = counted if reduction == "none" else counted.sum() if reduction == "mean" else 1
+        squares = z_loss * torch.logsumexp(logits, 1) ** 2 * counted
+        correct = (logits.argmax(1) == targets).to(logits.dtype)
+        if reduction != "none":
+            squares, correct = squares.sum() / total, correct.sum() / total
+        loss = functional.cross_entropy(logits, targets, weights, reduction=reduction, **options)
+        return loss + squares, correct
+
+    if reduction != "row_mean":
+        return reduce(logits, targets, reduction)
+    parts = zip(logits.split(rows), targets.split(rows))
+    return [torch.stack(results) for results in zip(*(reduce(*part, "mean") for part in parts))]
+
+
+def check_options(run, leaves, reduction, exact, rough, tolerance):
+    """Compare loss, accuracy and gradients of `run(*leaves)` with exact ones; `rough` are eager."""
+    loss, accuracy = run(*leaves)
+    loss, accuracy = (x.values if isinstance(x, scree.Array) else x for x in (loss, accuracy))
+    assert loss.dtype == accuracy.dtype == f32
+    assert loss.requires_grad and not accuracy.requires_grad
+    dy = torch.linspace(0.5, 1.5, loss.numel(), device=DEVICE).reshape(loss.shape)
+    results = []
+    for dtype, function in ((torch.float64, exact), (leaves[0].dtype, rough)):
+        wide = [p.detach().to(dtype).requires_grad_() for p in leaves]
+        expected, expected_accuracy = function(*wide)
+        gradients = torch.autograd.grad(expected, wide, dy.to(expected.dtype))
+        results.append([expected.detach(), *gradients])
+    got = [loss.detach(), *torch.autograd.grad(loss, leaves, dy)]
+    for x, right, eager, leaf in zip(got, *results, [loss, *leaves]):
+        nan = right.isnan()
+        assert x.dtype == leaf.dtype and torch.equal(x.isnan(), nan)
+        x, right, eager = (p.masked_fill(nan, 0) for p in (x, right, eager))
+        assert distance(x, right) <= 2 * distance(eager, right) + tolerance
+    return accuracy, expected_accuracy
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("classes, dtype", [(20, f32), (77, HALF)])
+def test_options_agree_with_float64(name, classes, dtype, reduction):
+    options = dict(OPTIONS[name])
+    if options.get("class_weights"):
+        options["class_weights"] = class_weights_of(classes)
+    if name == "all" and reduction == "row_mean":
+        options["z_loss"] = 0.0
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    lengths = [3, 4, 1, 9]
+    # Multiples of 1/4: some logits are equal, and softcaps keep them apart.
+    x = (torch.randn(17, classes, generator=generator, device=DEVICE) * 8).round() / 4
+    targets = torch.randint(classes, (17,), generator=generator, device=DEVICE)
+    targets[::2] = x.argmax(1)[::2]
+    targets[[1, 5, 16]] = -100
+    rows = scree.from_lengths(targets, lengths)
+
+    def run(x):
+        logits = scree.from_offsets(x, rows.offsets)
+        return scree.cross_entropy(
+            logits,
+            logits.with_values(targets),
+            reduction=reduction,
+            return_accuracy=True,
+            kernel="triton",
+            **options,
+        )
+
+    def exact(x):
+        wide = x.to(torch.promote_types(x.dtype, f32))
+        return exact_loss(wide, rows, reduction, **options)
+
+    tolerance = {f32: 2e-6, f16: 1e-3, bf16: 4e-3}[dtype]
+    leaf = x.to(dtype).requires_grad_()
+    accuracy, expected = check_options(run, [leaf], reduction, exact, exact, tolerance)
+    assert torch.allclose(accuracy.double(), expected.double()) and accuracy.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "row_mean"])
+@pytest.mark.parametrize("name", ["smoothing", "softcap", "weights", "all"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_options_of_the_linear_loss_agree_with_float64(small_chunks, name, reduction, compiled):
+    x, weight, bias, targets = problem([3, 1, 4, 2], 24, 50, f32)
+    targets.values[0] = 7
+    options = dict(OPTIONS[name])
+    if options.get("class_weights"):
+        options["class_weights"] = class_weights_of(50)
+    if name == "all" and reduction == "row_mean":
+        options["z_loss"] = 0.0
+
+    def run(values, weight, bias):
+        rows = scree.from_offsets(values, x.offsets)
+        return scree.linear_cross_entropy(
+            rows,
+            weight,
+            rows.with_values(targets.values),
+            bias,
+            reduction=reduction,
+            return_accuracy=True,
+            kernel="triton",
+            **options,
+        )
+
+    def exact(*leaves):
+        return exact_loss(functional.linear(*leaves), targets, reduction, **options)
+
+    torch._dynamo.reset()
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    leaves = [x.values, weight, bias]
+    accuracy, expected = check_options(function, leaves, reduction, exact, exact, 3e-6)
+    assert torch.allclose(accuracy.double(), expected.double(), equal_nan=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none", "row_mean"])
+@pytest.mark.parametrize("name", ["smoothing", "all"])
+def test_options_of_compiled_losses_agree_with_eager_ones(name, reduction):
+    options = dict(OPTIONS[name])
+    if options.get("class_weights"):
+        options["class_weights"] = class_weights_of(40)
+    if name == "all" and reduction == "row_mean":
+        options["z_loss"] = 0.0
+    x = torch.randn(9, 40, device=DEVICE).requires_grad_()
+    offsets = torch.tensor([0, 4, 4, 9], device=DEVICE, dtype=torch.int32)
+    targets = torch.arange(9, device=DEVICE) * 4
+    targets[3] = -100
+
+    def run(x):
+        rows = scree.from_offsets(x, offsets)
+        results = scree.cross_entropy(
+            rows,
+            rows.with_values(targets),
+            reduction=reduction,
+            return_accuracy=True,
+            kernel="triton",
+            **options,
+        )
+        return [y.values if isinstance(y, scree.Array) else y for y in results]
+
+    torch._dynamo.reset()
+    eager, compiled = run(x), torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    for got, expected in zip(compiled, eager):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    dy = torch.ones_like(eager[0])
+    gradients = [torch.autograd.grad(loss, x, dy)[0] for loss in (compiled[0], eager[0])]
+    assert torch.allclose(*gradients, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("classes", [20, 77])
+def test_accuracy_of_equal_logits_counts_the_first_class(classes):
+    x = torch.zeros(4, classes, device=DEVICE)
+    x[:, 5] = x[:, 9] = 2.0
+    targets = torch.tensor([5, 9, 0, -100], device=DEVICE)
+    _, accuracy = scree.cross_entropy(
+        x, targets, reduction="none", return_accuracy=True, kernel="triton"
+    )
+    assert accuracy.tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("classes", [20, 77])
+def test_options_with_targets_that_do_not_exist_give_nan(classes):
+    x = torch.randn(5, classes, device=DEVICE)
+    targets = cross_entropy.Targets(
+        torch.tensor([3, classes, -1, 19, -100], device=DEVICE), None, -100
+    )
+    header = torch.zeros(16, device=DEVICE)
+    header[0], header[1] = classes, 1
+    weights = torch.cat([header, torch.ones(classes, device=DEVICE)])
+    options = cross_entropy.LossOptions(0.1, 3.0, 0.1, classes, weights)
+    accuracies = torch.empty(5, device=DEVICE)
+    losses, stats, _ = cross_entropy.forward(x, targets, "none", True, options, accuracies)
+    assert losses.isnan().tolist() == [False, True, True, False, False] and losses[4] == 0
+    assert not accuracies[[1, 2, 4]].any()
+    dx = cross_entropy.backward(torch.ones_like(losses), x, stats, targets, None, options)
+    assert dx.isnan().all(1).tolist() == [False, True, True, False, False] and not dx[4].any()
+
+
+def test_rejected_options_say_why():
+    x = torch.randn(3, 4, device=DEVICE)
+    targets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    weights = torch.ones(4, device=DEVICE, requires_grad=True)
+    explanation = scree.explain("cross_entropy", x, targets, class_weights=weights)
+    assert "no gradient of class_weights" in explanation.rejected["triton"]
+    rows = scree.from_lengths(x, [3])
+    explanation = scree.explain(
+        "cross_entropy",
+        rows,
+        rows.with_values(targets),
+        class_weights=weights.detach(),
+        z_loss=0.1,
+        reduction="row_mean",
+    )
+    assert "class_weights without z_loss" in explanation.rejected["triton"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [3001, 32768, 50257, 128256])
+@pytest.mark.parametrize("name", ["smoothing", "softcap", "all"])
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_options_with_many_classes_agree_with_float64(name, classes, dtype):
+    options = dict(OPTIONS[name])
+    if options.get("class_weights"):
+        options["class_weights"] = class_weights_of(classes)
+    generator = torch.Generator("cuda").manual_seed(classes)
+    x = torch.randn(200, classes, generator=generator, device="cuda").mul(3)
+    targets = torch.randint(classes, (200,), generator=generator, device="cuda")
+    targets[::3], targets[1::7] = x.argmax(1)[::3], -100
+    leaf, rows = x.to(dtype).requires_grad_(), scree.from_lengths(targets, [150, 50])
+
+    def run(x):
+        return scree.cross_entropy(x, targets, return_accuracy=True, kernel="triton", **options)
+
+    def exact(x):
+        wide = x.to(torch.promote_types(x.dtype, f32))
+        return exact_loss(wide, rows, "mean", **options)
+
+    tolerance = {f32: 2e-6, bf16: 4e-3}[dtype]
+    accuracy, expected = check_options(run, [leaf], "mean", exact, exact, tolerance)
+    assert torch.allclose(accuracy.double(), expected.double()) and accuracy > 0.2

@@ -44,6 +44,12 @@ def rope(a, q, k):
 CALLS = {
     "attention": (attention, [(8, 4, 16), (8, 2, 16), (8, 2, 16)], [1, 1, 1]),
     "attention_one_key_head": (attention, [(8, 4, 16), (8, 1, 16), (8, 1, 16)], [1, None, None]),
+    # Not sharded: the random numbers depend on the index of a head among all heads.
+    "attention_dropout": (
+        lambda a, q: scree.attention(a(q), a(q), a(q), dropout=0.5, seed=3).values,
+        [(8, 4, 16)],
+        [1],
+    ),
     "rms_norm_tokens": (rms_norm, [(8, 4, 16), (16,)], [0, None]),
     "rms_norm_heads": (rms_norm, [(8, 4, 16), (16,)], [1, None]),
     "layer_norm": (
@@ -85,9 +91,10 @@ def check(name, distribute, offsets):
 
     function, shapes, axes = CALLS[name]
     whole = [make(*shape).to(DEVICE).requires_grad_() for shape in shapes]
+    whole_offsets = OFFSETS.to(DEVICE)  # one object: device offsets are not compared by value
 
     def whole_array(x, axis=0):
-        return scree.Array(x.to(DEVICE), OFFSETS.to(DEVICE), max_length=5)
+        return scree.Array(x.to(DEVICE), whole_offsets, max_length=5)
 
     expected = function(whole_array, *whole)
     expected.square().sum().backward()

@@ -32,6 +32,8 @@ EXPLAINED = {
     "softmax": "softmax",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
+    "cross_entropy_options": "cross_entropy",
+    "linear_cross_entropy_options": "linear_cross_entropy",
 }
 
 
@@ -127,7 +129,9 @@ def test_operators_whose_kernels_do_not_compile_fall_back(name, kernels_fail):
     assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", ["attention", "layer_norm", "linear_cross_entropy", "flip"])
+@pytest.mark.parametrize(
+    "name", ["attention", "layer_norm", "linear_cross_entropy_options", "flip"]
+)
 def test_compiled_program_whose_kernels_do_not_compile_trains(name, kernels_fail):
     inputs = make_inputs(DEVICE, lengths=ROWS)
 
@@ -287,7 +291,7 @@ class BrokenConfig(LaunchConfig):
 
     def __init__(self, device, dtype, layouts, has_left, has_right, causal, softcap, alibi, *_):
         super().__init__(device, dtype, layouts)
-        self.arguments = device, dtype, layouts, has_left, has_right, softcap, alibi, False
+        self.arguments = device, dtype, layouts, has_left, has_right, softcap, alibi, False, False
 
     def prepare_forward(self, *args):
         return self.prepare("forward", *args)

@@ -7,6 +7,7 @@ import torch
 from kernels_reference import bf16, distance, f16
 
 import scree
+from scree_triton.gemm import grouped
 from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
@@ -64,3 +65,37 @@ def test_product_and_gradients(lengths, slack, k, m, dtype):
     assert distance(dw, torch.stack([x.T @ d for x, d, _ in rows])) < floor
     assert not y[total:].any() and not dx[total:].any()
     assert all(torch.equal(a, b) for a, b in zip((y, dx, dw), run()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["hopper", "tiled", "pointers"])
+def test_product_of_a_matrix_beyond_int32_equals_the_dense_product(kernels, monkeypatch):
+    if kernels != "hopper":
+        monkeypatch.setattr(grouped, "_sm90_kernels", lambda device: None)
+    if kernels == "pointers":
+        monkeypatch.setattr(grouped, "_supports_tiled", lambda device: False)
+    tokens, k, m = 70, 1 << 16, (1 << 15) + 64  # 2**31 + 2**22 elements, 4.3 GB
+    x, weight, dy = (
+        torch.randn(shape, dtype=f16, device="cuda") / 16
+        for shape in ((tokens, k), (k, m), (tokens, m))
+    )
+    offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    assert distance(grouped.product(x, weight[None], offsets), x @ weight) < 1e-3
+    # The gradient of x reads the matrix by columns.
+    assert distance(grouped.product(dy, weight[None].mT, offsets), dy @ weight.T) < 1e-3
+    assert distance(grouped.product(x, weight.T.contiguous().T[None], offsets), x @ weight) < 1e-3
+    got = grouped.weight_gradient(x, dy, offsets)[0]
+    for rows in (slice(0, 64), slice(k - 64, k)):
+        assert distance(got[rows], x[:, rows].T @ dy) < 1e-3
+
+
+@pytest.mark.gpu
+def test_product_of_tokens_with_a_stride_beyond_int32_equals_the_dense_product():
+    wide = torch.empty((150, 1 << 24), dtype=f16, device="cuda")  # 5 GB
+    x = wide[:, 8:71]  # 63 numbers: no TMA
+    x.normal_()
+    weight = torch.randn((1, 63, 33), dtype=f16, device="cuda")
+    dy = torch.randn((150, 33), dtype=f16, device="cuda")
+    offsets = torch.tensor([0, 150], dtype=torch.int32, device="cuda")
+    assert distance(grouped.product(x, weight, offsets), x @ weight[0]) < 1e-3
+    assert distance(grouped.weight_gradient(x, dy, offsets)[0], x.T @ dy) < 1e-3

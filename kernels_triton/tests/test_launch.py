@@ -1,13 +1,18 @@
 """What a launch asks the JIT once and what it then hands to the launcher in C, with stand-ins for both."""
 
+import re
 import sys
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
 from scree.dispatch.operation import KernelUnavailableError
+from scree_triton.runtime import device
 from scree_triton.runtime import launch as module
 from scree_triton.runtime.launch import (
     Descriptor,
@@ -19,6 +24,8 @@ from scree_triton.runtime.launch import (
     bind_launch,
     launch_args,
 )
+
+PAGE = Path(__file__).parents[2] / "docs/pytorch.md"
 
 
 @launch_args
@@ -77,6 +84,7 @@ def jit(monkeypatch):
     monkeypatch.setattr(module, "TRITON_VERSION", (3, 6))
     monkeypatch.setattr(module, "_TRUNCATES", False)
     monkeypatch.setattr(module, "current_stream", lambda index: "stream")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return Jit
 
 
@@ -98,7 +106,7 @@ def test_the_common_variant_is_asked_for_once(jit):
         grid == (5,)
         and args[0] is X
         and args[1:] == (16, 3)
-        and constants == dict(BLOCK=64, num_warps=4)
+        and constants == dict(BLOCK=64, num_warps=4, enable_fp_fusion=True)
     )
     assert [args[:4] for args in kernel.launched] == [(6, 1, 1, "stream"), (7, 1, 1, "stream")]
     assert kernel.launched[0][4:] == (
@@ -206,6 +214,110 @@ def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
             (X.data_ptr(), 16, 3, 64),
         )
     ]
+
+
+class Utilities:
+    """The part of Triton's utilities in C that its launcher calls; it keeps the arguments."""
+
+    def __init__(self):
+        self.launched = []
+
+    def launch(self, *args):
+        self.launched.append((*args[:-1], tuple(args[-1])))
+
+    def build_signature_metadata(self, signature):
+        return tuple(signature)
+
+    def fill_tma_descriptor_tiled(self, *args):
+        return "tensor map", args
+
+
+@pytest.mark.skipif(module.TRITON_VERSION == (3, 6), reason="3.6 generates the launcher as C code")
+@pytest.mark.skipif(
+    module.TRITON_VERSION not in module.TESTED_VERSIONS, reason="launches go through the JIT"
+)
+@pytest.mark.parametrize("described", [False, True])
+def test_launch_passes_what_the_launcher_of_the_installed_triton_passes(described, monkeypatch):
+    from triton.backends.nvidia import driver
+    from triton.runtime import driver as runtime
+
+    utilities = Utilities()
+    active = SimpleNamespace(
+        utils=utilities, get_current_target=lambda: None, allocate_default_profile_scratch=None
+    )
+    monkeypatch.setattr(runtime, "_active", active)
+    monkeypatch.setattr(driver, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type))
+    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
+        monkeypatch.setattr(driver, name, name)
+    monkeypatch.setattr(module, "current_stream", lambda index: "stream")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    fields = ["Q"] * described + ["X", "x_stride", "count"]
+    types = ["tensordesc<fp16[16,16]>"] * described + ["*fp16", "i32", "i32"]
+    names = [*fields, "BLOCK"]
+    shape = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [16, 16]}
+    metadata = SimpleNamespace(
+        tensordesc_meta=[{**shape, "fp4_padded": False}] * described, num_ctas=1,
+        global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=True, gsan=False,
+    )  # fmt: skip
+    source = SimpleNamespace(
+        fn=SimpleNamespace(arg_names=names),
+        signature=dict(zip(names, [*types, "constexpr"])),
+        constants={(len(fields),): 64},
+    )
+    run = driver.CudaLauncher(source, metadata)
+    arguments = dict(X=X, x_stride=16, count=3)
+    descriptor = module._Described(X, (16, 16), (16, 1))
+    run(
+        5, 1, 1, "stream", "function", "packed", None, None, None,
+        *[descriptor] * described, X.data_ptr(), 16, 3, 64,
+    )  # fmt: skip
+
+    kernel = SimpleNamespace(arg_names=names)
+    args_class = NamedArgs if described else Args
+    launch = Launch(kernel, dict(BLOCK=64), {}, (16,) * described, args=args_class)
+    compiled = SimpleNamespace(
+        run=run, function="function", packed_metadata="packed", metadata=metadata
+    )
+    launch._keep(16, compiled, 0)
+    assert 16 in launch.variants
+    q = dict(Q=(X, module.tiled((16, 16), (16, 1), 16))) if described else {}
+    launch(5, args_class(**q, **arguments))
+    triton_call, our_call = utilities.launched
+    assert our_call == triton_call
+
+
+@pytest.mark.parametrize("version, warnings", [((3, 9), 0), ((3, 10), 1)])
+def test_device_info_warns_once_of_a_version_without_hopper_kernels(version, warnings, monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+    monkeypatch.setattr(device, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device.Device.__init__, "__defaults__", (version,))
+    find = cache(device.device_info.__wrapped__)
+    with catch_warnings(record=True) as caught:
+        simplefilter("always")
+        records = {find(torch.device("cuda", 0)) for _ in range(3)}
+    assert len(caught) == warnings and [x.supports_sm90_gluon for x in records] == [not warnings]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (9, 4)])  # MI200 and MI300
+def test_device_of_amd_runs_no_kernel_and_says_why(capability):
+    record = device.Device("amd", capability, 104, 64 << 10, 8 << 20)
+    assert record.rejection == "the Triton kernels take NVIDIA GPUs, not AMD GPUs"
+    assert not record.supports_pdl and not record.supports_sm90_gluon
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the package")
+def test_table_of_versions_in_the_documentation_is_the_table_of_the_code():
+    _, section = PAGE.read_text().split("## Versions of Triton")
+    documented = {
+        tuple(map(int, version.split("."))): tested
+        for version, tested in re.findall(r"^\| (\d+\.\d+) \| ([^|]*) \|", section, re.MULTILINE)
+    }
+    assert documented == device.TESTED_VERSIONS
 
 
 def test_a_cooperative_launch_stays_one(jit):

@@ -263,6 +263,7 @@ def options_of(call: Any) -> list[str]:
         "sin",
         "alibi_slopes",
         "targets",
+        "class_weights",
         "logits",
         "arr",
         "index",
@@ -317,6 +318,7 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
         lambda x: ((x, classes_of(x)), {}), lambda x: ((x, classes_of(x)), {"reduction": "most"}),
         lambda x: ((x, classes_of(x)), {"ignore_index": -100.0}), lambda x: ((x, classes_of(x).values), {}),
         lambda x: ((x, x), {}), lambda x: ((x, classes_of(rows([0, 1, 5]))), {}),
+        lambda x: ((x, classes_of(x)), {"label_smoothing": 2}), lambda x: ((x, classes_of(x)), {"class_weights": torch.ones(3)}),
     ]),
     "matmul": (lambda x, weight: XP["matmul"](first(x), weight), [
         lambda x: ((x, torch.ones(2, 8, 3)), {}), lambda x: ((x, torch.ones(3, 8, 3)), {}),

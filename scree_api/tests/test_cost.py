@@ -1,6 +1,7 @@
 """What operations may cost: memory in proportion to the tokens, however the rows are skewed."""
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,16 @@ def test_rows_are_reduced_without_padding(tokens: scree.Array, name: str) -> Non
     assert peak(lambda: function(tokens, axis=1)) < 10 * tokens.values.nbytes
 
 
-def test_linear_cross_entropy_never_holds_all_logits(tokens: scree.Array) -> None:
+@pytest.mark.parametrize("has_options", [False, True])
+def test_linear_cross_entropy_never_holds_all_logits(
+    tokens: scree.Array, has_options: bool
+) -> None:
     x = tokens.with_values(tokens.values[:, 0])
     weight = np.random.default_rng(1).standard_normal((10000, x.values.shape[1])).astype(np.float32)
     targets = x.with_values(np.arange(x.total_length) % len(weight))
+    options: dict[str, Any] = {}
+    if has_options:
+        options = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "return_accuracy": True}
+        options["class_weights"] = np.ones(len(weight), np.float32)
     whole = 4 * x.total_length * len(weight)  # bytes
-    assert peak(lambda: scree.linear_cross_entropy(x, weight, targets)) < whole / 4
+    assert peak(lambda: scree.linear_cross_entropy(x, weight, targets, **options)) < whole / 4

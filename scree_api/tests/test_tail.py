@@ -76,6 +76,10 @@ CASES: dict[str, Case] = {
     "attention": lambda xp, e: scree.attention(heads(xp, e), heads(xp, e), heads(xp, e), causal=True, return_lse=True),
     **{f"cross_entropy, {reduction}": (lambda xp, e, i, by=reduction: scree.cross_entropy(e, scree.align(i, like=e), reduction=by))
        for reduction in ("mean", "sum", "row_mean", "none")},
+    **{f"cross_entropy with options, {reduction}": (lambda xp, e, i, by=reduction: scree.cross_entropy(
+           e, scree.align(i, like=e), class_weights=xp.arange(4) + xp.ones(4), label_smoothing=0.1, softcap=3.0, z_loss=0.1,
+           reduction=by, return_accuracy=True))
+       for reduction in ("mean", "sum", "row_mean", "none")},
     "linear_cross_entropy": lambda xp, e, i: scree.linear_cross_entropy(e, xp.ones((6, 4)), scree.align(i, like=e)),
     "scatter": lambda xp, e, i: scree.scatter(e, i.values, 9),
     "scatter_add": lambda xp, e, i: scree.scatter_add(e.values, i, 9),

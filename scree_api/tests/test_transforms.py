@@ -69,9 +69,13 @@ def losses(xp: Any, x: scree.Array, index: Any) -> Any:
     """Each fourth token counts for nothing; the first two tokens are the matrix of classes."""
     targets = x.with_values(xp.where(index % 4 == 3, -100, index % 2))
     each = xp.ragged.cross_entropy(x, targets, reduction="none")
-    return each.values * xp.ragged.linear_cross_entropy(
-        x, xp.stack([x.values[i, :] for i in range(2)]), targets
+    matrix = xp.stack([x.values[i, :] for i in range(2)])
+    weights = xp.exp(-matrix[:, 0])
+    with_options = xp.ragged.linear_cross_entropy(
+        x, matrix, targets, class_weights=weights, label_smoothing=0.1, softcap=5.0, z_loss=0.1
     )
+    mean = xp.ragged.linear_cross_entropy(x, matrix, targets)
+    return each.values * (mean + with_options)
 
 
 def gates(xp: Any, x: scree.Array, index: Any) -> Any:
@@ -231,7 +235,14 @@ def expected(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -> np.
             each = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(x)), INDEX % 2]
             return np.where(INDEX % 4 == 3, 0, each)
 
-        return of(x) * of(x @ x[:2].T).sum() / np.count_nonzero(INDEX % 4 != 3)
+        counted = INDEX % 4 != 3
+        mean = of(x @ x[:2].T).sum() / np.count_nonzero(counted)
+        capped, weights = 5 * np.tanh(x @ x[:2].T / 5)[counted], np.exp(-x[:2, 0])
+        lse = np.log(np.exp(capped).sum(axis=1))
+        goals = 0.9 * np.eye(2)[INDEX[counted] % 2] + 0.05
+        with_options = (goals * weights * (lse[:, None] - capped)).sum()
+        with_options /= weights[INDEX[counted] % 2].sum()
+        return of(x) * (mean + with_options + 0.1 * np.mean(lse**2))
     if name == "reductions":
         none = np.zeros(WIDTH)
         per_row: list[Callable[[np.ndarray], np.ndarray]] = [

@@ -53,6 +53,12 @@ class DqNumbers(NamedTuple):
     softcap: float
 
 
+class DropoutNumbers(NamedTuple):
+    """Numbers of the portable kernels after the others."""
+
+    dropout: int
+
+
 # --- Portable kernels
 class PortableForwardStrides(NamedTuple):
     """Strides of `portable.attention_forward_kernel`."""
@@ -77,6 +83,7 @@ class PortableForwardArgs:
     OUT: Pointer
     LSE: Pointer
     TILES: Pointer
+    SEED: Pointer
     stride_qm: Stride
     stride_qh: Stride
     stride_kn: Stride
@@ -92,6 +99,7 @@ class PortableForwardArgs:
     window_right: Number
     scale: Number
     softcap: Number
+    dropout: Number
 
 
 class PortableDqStrides(NamedTuple):
@@ -124,6 +132,7 @@ class PortableDqArgs:
     STATS: Pointer
     DQ: Pointer
     TILES: Pointer
+    SEED: Pointer
     stride_qm: Stride
     stride_qh: Stride
     stride_kn: Stride
@@ -145,6 +154,7 @@ class PortableDqArgs:
     window_right: Number
     scale: Number
     softcap: Number
+    dropout: Number
 
 
 class PortableDkdvStrides(NamedTuple):
@@ -175,6 +185,7 @@ class PortableDkdvArgs:
     DK: Pointer
     DV: Pointer
     TILES: Pointer
+    SEED: Pointer
     stride_qm: Stride
     stride_qh: Stride
     stride_kn: Stride
@@ -194,6 +205,7 @@ class PortableDkdvArgs:
     window_right: Number
     scale: Number
     softcap: Number
+    dropout: Number
 
 
 # --- Hopper, half precision
@@ -288,6 +300,21 @@ class DkdvStrides(NamedTuple):
     stride_dvn: int
 
 
+class DkdvNumbers(NamedTuple):
+    """Numbers of `backward_sm90.attention_dkdv_sm90_kernel`."""
+
+    total_q: int
+    stats_stride: int
+    heads: int
+    qheads_per_split: int
+    splits_per_khead: int
+    heads_in_l2: int
+    window_left: int
+    window_right: int
+    scale: float
+    softcap: float
+
+
 @launch_args
 class DkdvArgs:
     """Arguments of `backward_sm90.attention_dkdv_sm90_kernel`."""
@@ -311,12 +338,24 @@ class DkdvArgs:
     total_q: Number
     stats_stride: Number
     heads: Number
-    qheads_per_khead: Number
+    qheads_per_split: Number
+    splits_per_khead: Number
     heads_in_l2: Number
     window_left: Number
     window_right: Number
     scale: Number
     softcap: Number
+
+
+@launch_args
+class SumSplitsArgs:
+    """Arguments of `sum_splits.attention_sum_splits_kernel`."""
+
+    DK_SPLITS: Pointer
+    DV_SPLITS: Pointer
+    DK: Pointer
+    DV: Pointer
+    rows: Number
 
 
 # --- Hopper, float32

@@ -65,7 +65,7 @@ def autotune_tiles(
     v: torch.Tensor,
     layout: Any,
     spec: Any,
-    alibi: bool,
+    alibi: int,
 ) -> Tiles:
     """Return the fastest tiles for calls of a kind.
 
@@ -116,17 +116,18 @@ def _measure(
     v: torch.Tensor,
     layout: Any,
     spec: Any,
-    alibi: bool,
+    alibi: int,
 ) -> Tiles:
     q, k, v = q.detach(), k.detach(), v.detach()
-    slopes = torch.ones(q.shape[1], device=q.device) if alibi else None
-    out, lse = make_config(initial).forward(q, k, v, slopes, layout, spec)
+    slopes = torch.ones(q.shape[2 - alibi : 2], device=q.device) if alibi else None
+    seed = torch.zeros(1, dtype=torch.int64, device=q.device) if spec.dropout else None
+    out, lse = make_config(initial).forward(q, k, v, slopes, layout, spec, seed)
 
     def forward(config: Any) -> Any:
-        return config.forward(q, k, v, slopes, layout, spec)
+        return config.forward(q, k, v, slopes, layout, spec, seed)
 
     def backward(config: Any) -> Any:
-        return config.backward(q, k, v, slopes, out, lse, out, None, layout, spec)
+        return config.backward(q, k, v, slopes, out, lse, out, None, layout, spec, seed)
 
     best = initial
     for name, call in (("forward", forward), ("dq", backward), ("dkdv", backward)):

@@ -23,7 +23,11 @@ from ..sm90.pipeline import (
     load_tile,
     pdl_launch_dependents,
     pdl_wait,
+    ping_pong_arrive,
+    ping_pong_wait,
+    publish_attended,
     publish_tile,
+    receive_attended,
     receive_tile,
     slot_bytes,
     slot_parts,
@@ -41,11 +45,15 @@ from .constants import LOG2E, UNSPECIALIZED
 from .scores_sm90 import (
     apply_alibi,
     apply_softcap,
+    find_infinite_tokens,
     get_key_limits,
     get_m_block_min_max,
     get_n_block_max,
     get_n_block_min,
+    is_between,
+    isolate_rows,
     score_derivative,
+    zero_tokens,
 )
 
 
@@ -88,6 +96,9 @@ def dq_producer(
     pdl_wait(step)
     # After pdl_wait: when the next kernel begins, the kernel before this one has ended.
     pdl_launch_dependents(step)
+    MERGED: gl.constexpr = queue.shape[1] > 256
+    if MERGED:
+        attended, total_q = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
     total_tiles = num_tiles * heads
     while tile_id >= 0:
@@ -97,6 +108,11 @@ def dq_producer(
         mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
+            if MERGED:
+                publish_attended(
+                    *(queue.index(work_idx % 2), attended, total_q),
+                    *(q_offset, seqlen_q, start_m, q_full.index(q_stage)),
+                )
             mbarrier.expect(
                 q_full.index(q_stage),
                 CONSUMERS * (slot_bytes(q_smem, PARTS) + slot_bytes(do_smem, PARTS_V)),
@@ -126,7 +142,8 @@ def dq_producer(
                     slot,
                     PARTS_V,
                 )
-            tile_id = fetch_tile(COUNTER, total_tiles)
+            if not MERGED:
+                tile_id = fetch_tile(COUNTER, total_tiles)
             k_head = head_coordinate(head // qheads_per_khead, stride_kh, k_smem)
             v_head = head_coordinate(head // qheads_per_khead, stride_vh, v_smem)
             n_block_max = get_n_block_max(
@@ -169,6 +186,8 @@ def dq_producer(
                     PARTS_V,
                 )
                 step += 1
+            if MERGED:  # its few loads come first
+                tile_id = fetch_tile(COUNTER, total_tiles)
         else:
             mbarrier.arrive(q_full.index(q_stage), count=1)
             tile_id = -1
@@ -185,7 +204,17 @@ def _start_mma_when_full(
 
 
 @gluon.jit
-def _skip_blocks(blocks, a_full, a_empty, b_full, b_empty, step, STAGES: gl.constexpr):
+def _skip_blocks(
+    wg: gl.constexpr,
+    blocks,
+    a_full,
+    a_empty,
+    b_full,
+    b_empty,
+    step,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
     """Release blocks that this warp group does not need, and return the next step."""
     for _ in range(blocks):
         stage = step % STAGES
@@ -194,12 +223,15 @@ def _skip_blocks(blocks, a_full, a_empty, b_full, b_empty, step, STAGES: gl.cons
         mbarrier.arrive(a_empty.index(stage), count=1)
         mbarrier.wait(b_full.index(stage), phase)
         mbarrier.arrive(b_empty.index(stage), count=1)
+        ping_pong_wait(wg, step, PING_PONG)
+        ping_pong_arrive(wg, step, PING_PONG)
         step += 1
     return step
 
 
 @gluon.jit
 def _dq_step(
+    wg: gl.constexpr,
     q,
     do,
     k_smem,
@@ -228,11 +260,14 @@ def _dq_step(
     STAGES: gl.constexpr,
     LAYOUT_S: gl.constexpr,
     LAYOUT_O: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Add the contribution of key block `step` to dQ."""
     stage = step % STAGES
+    ping_pong_wait(wg, step, PING_PONG)
     scores = _start_mma_when_full(q, k_smem, k_full, step, PARTS, LAYOUT_S, STAGES)
     dp = _start_mma_when_full(do, v_smem, v_full, step, PARTS_V, LAYOUT_S, STAGES)
+    ping_pong_arrive(wg, step, PING_PONG)
     scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
     capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
     scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_n, ALIBI)
@@ -253,6 +288,68 @@ def _dq_step(
 
 
 @gluon.jit
+def _dq_of_group(
+    q,
+    do,
+    k_smem,
+    v_smem,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    lse,
+    delta,
+    step,
+    last_key,
+    diagonal,
+    first_key,
+    end_key,
+    window_left,
+    offs_n,
+    scale,
+    softcap,
+    slope,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT_S: gl.constexpr,
+    LAYOUT_O: gl.constexpr,
+):
+    """Compute dQ of a tile whose queries attend keys of one block only, and add sum(P * dP) to delta.
+
+    This sum equals sum(out * dout), but needs no output. delta is NaN where dout is not finite, also
+    for queries that attend to no key.
+    """
+    stage = step % STAGES
+    scores = _start_mma_when_full(q, k_smem, k_full, step, PARTS, LAYOUT_S, STAGES)
+    dp = _start_mma_when_full(do, v_smem, v_full, step, PARTS_V, LAYOUT_S, STAGES)
+    scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
+    capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+    scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_n, ALIBI)
+    p = gl.exp2(scores * factor - lse[:, None])
+    if WINDOW:
+        first_key = gl.maximum(first_key, diagonal - window_left)
+    is_attended = is_between(offs_n, first_key, gl.minimum(last_key + 1, end_key))
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    delta += gl.sum(gl.where(is_attended, p * dp, 0.0), 1)
+    is_finite = gl.max(gl.where(gl.abs(dp) < float("inf"), 1, 0), 1) > 0
+    delta = gl.where(is_finite, delta, float("nan"))
+    if SOFTCAP:
+        p *= 1.0 - capped * capped
+    ds = gl.where(is_attended, p * (dp - delta[:, None]), 0.0)
+    ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    dq = zero_accumulators(q[0].shape[0], PARTS, LAYOUT_O)
+    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
+    dq = isolate_rows(dq, ds, k_smem, stage, first_key, end_key, offs_n, PARTS)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return dq, delta
+
+
+@gluon.jit
 def _dq_consumer(
     wg: gl.constexpr,
     smem,
@@ -270,11 +367,13 @@ def _dq_consumer(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -301,6 +400,8 @@ def _dq_consumer(
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
+    if wg == CONSUMERS - 1:  # the first warp group starts
+        ping_pong_arrive(wg, step, PING_PONG)
     pdl_wait(step)
     mbarrier.wait(q_full.index(0), 0)
     q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
@@ -314,11 +415,11 @@ def _dq_consumer(
         mask_m = offs_m < seqlen_q
         offset = head.to(gl.int64) * total_q + q_offset + offs_m
         # delta = sum(out * dout) - dlse, one per query; queries after the end of the row read
-        # zeros.
+        # zeros. If MERGED, the first term follows from P and dP.
         offs_m_out = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_OUT))
         offs_d_out = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT_OUT))
         delta = gl.zeros([WG_M], gl.float32, gl.SliceLayout(1, LAYOUT_S))
-        for p in gl.static_range(PARTS_V):
+        for p in gl.static_range(0 if MERGED else PARTS_V):
             out = gl.load(
                 OUT
                 + (q_offset + offs_m_out)[:, None].to(gl.int64) * stride_om
@@ -340,12 +441,17 @@ def _dq_consumer(
             )
         lse = gl.load(LSE + offset, mask=mask_m, other=0.0) * LOG2E
         gl.store(STATS + offset, lse, mask=mask_m)
-        gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
+        if not MERGED:
+            gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
         if Q_STAGES > 1 and work_idx > 0:
             # By now the previous tile's store has read the shared memory.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
         diagonal = offs_m + diagonal_offset
+        if MERGED:
+            first_key, end_key, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         # This warp group skips the blocks after its last key; without queries, all blocks.
         n_block_max = get_n_block_max(
@@ -363,7 +469,15 @@ def _dq_consumer(
                 n_block_min,
             )
         step = _skip_blocks(
-            n_block_max - wg_n_block_max, k_full, k_empty, v_full, v_empty, step, STAGES
+            wg,
+            n_block_max - wg_n_block_max,
+            k_full,
+            k_empty,
+            v_full,
+            v_empty,
+            step,
+            STAGES,
+            PING_PONG,
         )
         last_key, full_blocks = get_key_limits(
             wg_start_m + diagonal_offset,
@@ -381,9 +495,8 @@ def _dq_consumer(
             window_mask_end = gl.cdiv(
                 gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
             )
-        dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
-        for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
-            dq = _dq_step(
+        if MERGED:
+            dq, delta = _dq_of_group(
                 q,
                 do,
                 k_smem,
@@ -392,18 +505,18 @@ def _dq_consumer(
                 k_empty,
                 v_full,
                 v_empty,
-                dq,
                 lse,
                 delta,
                 step,
-                last_key - n_block * BLOCK_N,
-                diagonal - n_block * BLOCK_N,
+                last_key,
+                diagonal,
+                first_key,
+                end_key,
                 window_left,
                 offs_n,
                 scale,
                 softcap,
                 slope,
-                (n_block >= full_blocks) | (n_block < window_mask_end),
                 WINDOW,
                 SOFTCAP,
                 ALIBI,
@@ -413,7 +526,44 @@ def _dq_consumer(
                 LAYOUT_S,
                 LAYOUT_O,
             )
+            gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
             step += 1
+        else:
+            dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
+            for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
+                dq = _dq_step(
+                    wg,
+                    q,
+                    do,
+                    k_smem,
+                    v_smem,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    dq,
+                    lse,
+                    delta,
+                    step,
+                    last_key - n_block * BLOCK_N,
+                    diagonal - n_block * BLOCK_N,
+                    window_left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    (n_block >= full_blocks) | (n_block < window_mask_end),
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    PARTS,
+                    PARTS_V,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                    PING_PONG,
+                )
+                step += 1
         for p in gl.static_range(PARTS):
             q[p].store((dq[p] * score_derivative(scale, softcap, SOFTCAP)).to(q_smem.dtype))
         fence_async_shared()
@@ -477,11 +627,13 @@ def attention_dq_sm90_kernel(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Compute dQ, stored through its descriptor, and STATS (2, heads, total_q) for `attention_dkdv_sm90_kernel`.
 
@@ -491,7 +643,7 @@ def attention_dq_sm90_kernel(
     do_smem = allocate_ring(do_desc, CONSUMERS * Q_STAGES * PARTS_V)
     k_smem = allocate_ring(k_desc, STAGES * PARTS)
     v_smem = allocate_ring(v_desc, STAGES * PARTS_V)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     q_full = allocate_barriers(Q_STAGES, 1)
     q_empty = allocate_barriers(Q_STAGES, CONSUMERS)
     k_full = allocate_barriers(STAGES, 1)
@@ -530,7 +682,7 @@ def attention_dq_sm90_kernel(
         softcap,
     )
     window_right = 0 if CAUSAL else window_right
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
@@ -552,11 +704,66 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
+                    ),
+                ),
+                (
+                    dq_producer,
+                    (
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CONSUMERS,
+                        CAUSAL,
+                        WINDOW,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _dq_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CONSUMERS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -578,11 +785,13 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -629,11 +838,13 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -655,11 +866,13 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -681,11 +894,13 @@ def attention_dq_sm90_kernel(
                         STAGES,
                         Q_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         HAS_DLSE,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -759,23 +974,33 @@ def dkdv_producer(
         total_q,
         stats_stride,
         heads,
-        qheads_per_khead,
+        qheads_per_split,
+        splits_per_khead,
         heads_in_l2,
     ) = producer_args
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
+    MERGED: gl.constexpr = queue.shape[1] > 256
+    if MERGED:
+        attended, total_k = TILES + gl.load(TILES + 1), gl.load(TILES + 2)
     num_tiles = gl.load(TILES)
-    total_tiles = num_tiles * (heads // qheads_per_khead)
+    total_tiles = num_tiles * (heads // qheads_per_split)
     tile_id = gl.program_id(0)
     work_idx = 0
     step = 0
     while tile_id >= 0:
         tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+        k_head = head // splits_per_khead
         k_offset, seqlen_k, q_offset, seqlen_q, start_n = load_tile(tile)
         k_stage = work_idx % K_STAGES
         mbarrier.wait(k_empty.index(k_stage), ((work_idx // K_STAGES) & 1) ^ 1)
         publish_tile(queue.index(work_idx % queue.shape[0]), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
+            if MERGED:
+                publish_attended(
+                    *(queue.index(work_idx % 2), attended, total_k),
+                    *(k_offset, seqlen_k, start_n, k_full.index(k_stage)),
+                )
             mbarrier.expect(
                 k_full.index(k_stage),
                 CONSUMERS * (slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V)),
@@ -788,7 +1013,7 @@ def dkdv_producer(
                     k_offset,
                     seqlen_k,
                     wg_start_n,
-                    head_coordinate(head, stride_kh, k_smem),
+                    head_coordinate(k_head, stride_kh, k_smem),
                     k_full.index(k_stage),
                     k_smem,
                     slot,
@@ -799,13 +1024,14 @@ def dkdv_producer(
                     k_offset,
                     seqlen_k,
                     wg_start_n,
-                    head_coordinate(head, stride_vh, v_smem),
+                    head_coordinate(k_head, stride_vh, v_smem),
                     k_full.index(k_stage),
                     v_smem,
                     slot,
                     PARTS_V,
                 )
-            tile_id = fetch_tile(COUNTER + 1, total_tiles)
+            if not MERGED:
+                tile_id = fetch_tile(COUNTER + 1, total_tiles)
             pdl_wait(work_idx)  # attention_dq_sm90_kernel computes STATS
             m_block_min, m_block_max = get_m_block_min_max(
                 start_n,
@@ -815,11 +1041,11 @@ def dkdv_producer(
                 window_right,
                 BLOCK_M,
                 BLOCK_N,
-                CAUSAL,
-                WINDOW,
+                CAUSAL and not MERGED,
+                WINDOW and not MERGED,
             )
             for q_head in range(
-                head * qheads_per_khead, head * qheads_per_khead + qheads_per_khead
+                head * qheads_per_split, head * qheads_per_split + qheads_per_split
             ):
                 stats = STATS + q_head.to(gl.int64) * total_q + q_offset
                 for m_block in range(m_block_min, m_block_max):
@@ -861,6 +1087,8 @@ def dkdv_producer(
                         PARTS_V,
                     )
                     step += 1
+            if MERGED:
+                tile_id = fetch_tile(COUNTER + 1, total_tiles)
         else:
             pdl_wait(work_idx)
             mbarrier.arrive(k_full.index(k_stage), count=1)
@@ -870,6 +1098,7 @@ def dkdv_producer(
 
 @gluon.jit
 def _dkdv_step(
+    wg: gl.constexpr,
     k,
     v,
     q_smem,
@@ -884,6 +1113,8 @@ def _dkdv_step(
     dv,
     step,
     diagonal,
+    first_query,
+    end_query,
     remaining_q,
     window_left,
     window_right,
@@ -892,6 +1123,7 @@ def _dkdv_step(
     softcap,
     slope,
     masked,
+    MERGED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
@@ -901,6 +1133,7 @@ def _dkdv_step(
     HAS_DV: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT_S: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Add the contribution of query block `step` to dK and dV.
 
@@ -910,11 +1143,22 @@ def _dkdv_step(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_S, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
     stage = step % STAGES
+    ping_pong_wait(wg, step, PING_PONG)
     scores = _start_mma_when_full(k, q_smem, q_full, step, PARTS, LAYOUT_S, STAGES)
     if HAS_DK:
         dp = _start_mma_when_full(v, do_smem, do_full, step, PARTS_V, LAYOUT_S, STAGES)
+    ping_pong_arrive(wg, step, PING_PONG)
     lse = lse_smem.index(stage).load(COLUMN)
     scores = warpgroup_mma_wait(PARTS_V if HAS_DK else 0, deps=(scores,))
+    if MERGED:
+        mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
+        delta = delta_smem.index(stage).load(COLUMN)
+        # delta sums numbers of dout, and lse of q, unless a softcap bounds the scores. A query
+        # without a valid key has lse = -inf.
+        is_finite = (lse < float("inf")) & (gl.abs(delta) < float("inf"))
+        infinite = gl.where(is_finite, 0, 1)
+        if SOFTCAP:
+            infinite = gl.maximum(infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS))
     if ALIBI:  # queries after the end of the row have no scores, and so no bias
         lse = gl.where(offs_m < remaining_q, lse, float("inf"))
     capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
@@ -924,6 +1168,21 @@ def _dkdv_step(
         p = gl.where(offs_m[None, :] >= (diagonal - window_right)[:, None], p, 0.0)
         if WINDOW:
             p = gl.where(offs_m[None, :] <= (diagonal + window_left)[:, None], p, 0.0)
+        if MERGED:
+            p = gl.where(is_between(offs_m, first_query, end_query), p, 0.0)
+    if MERGED:
+        if HAS_DK:
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+        if gl.max(infinite, 0) > 0:
+            # Such a query adds NaN to its own row, and nothing to other rows.
+            is_infinite = infinite[None, :] > 0
+            p = gl.where(is_infinite & is_between(offs_m, first_query, end_query), float("nan"), p)
+            capped = gl.where(is_infinite, 0.0, capped)
+            zero_tokens(do_smem, stage, infinite, PARTS_V)
+            if HAS_DK:
+                dp = gl.where(is_infinite, 0.0, dp)
+                delta = gl.where(infinite > 0, 0.0, delta)
+                zero_tokens(q_smem, stage, infinite, PARTS)
     if HAS_DV:
         if not HAS_DK:
             mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
@@ -932,8 +1191,9 @@ def _dkdv_step(
     if HAS_DK:
         if SOFTCAP:
             p *= 1.0 - capped * capped
-        delta = delta_smem.index(stage).load(COLUMN)
-        dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
+        if not MERGED:
+            delta = delta_smem.index(stage).load(COLUMN)
+            dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
         ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_smem.dtype), OPERAND)
         dk = start_mma(ds, q_smem, stage, dk, PARTS)
     if HAS_DV:
@@ -943,6 +1203,17 @@ def _dkdv_step(
         dk = wait_mma(0, dk, ds, PARTS)
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
+
+
+@gluon.constexpr_function
+def store_layout(accumulator, columns, in_float32):
+    """Return the layout in which a tile is stored.
+
+    Four threads of an accumulator hold 32 adjacent bytes in float32, so it needs no conversion.
+    """
+    if in_float32:
+        return accumulator
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -965,23 +1236,22 @@ def _dkdv_consumer(
     STAGES: gl.constexpr,
     K_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr,
     SKIP_BLOCKS: gl.constexpr,
+    IN_FLOAT32: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     WG_N: gl.constexpr = BLOCK_N // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
-    )
-    LAYOUT_STORE_V: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
-    )
+    LAYOUT_STORE: gl.constexpr = store_layout(LAYOUT_DK, BLOCK_D, IN_FLOAT32)
+    LAYOUT_STORE_V: gl.constexpr = store_layout(LAYOUT_DV, BLOCK_DV, IN_FLOAT32)
     (
         q_smem,
         k_smem,
@@ -997,10 +1267,12 @@ def _dkdv_consumer(
         do_full,
         do_empty,
     ) = smem
-    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap = consumer_args
+    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap = consumer_args
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
+    if wg == CONSUMERS - 1:
+        ping_pong_arrive(wg, step, PING_PONG)
     mbarrier.wait(k_full.index(0), 0)
     k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(0))
     while seqlen_k > 0:
@@ -1010,7 +1282,15 @@ def _dkdv_consumer(
             k = (k[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
             v = (v[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
         m_block_min, m_block_max = get_m_block_min_max(
-            start_n, seqlen_k, seqlen_q, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+            start_n,
+            seqlen_k,
+            seqlen_q,
+            window_left,
+            window_right,
+            BLOCK_M,
+            BLOCK_N,
+            CAUSAL and not MERGED,  # the rows of a group have diagonals of their own
+            WINDOW and not MERGED,
         )
         wg_start_n = start_n + wg * WG_N
         # `diagonal` is the query position aligned with each key. In the blocks from
@@ -1019,6 +1299,11 @@ def _dkdv_consumer(
         diagonal = (
             wg_start_n + (seqlen_q - seqlen_k) + gl.arange(0, WG_N, gl.SliceLayout(1, LAYOUT_S))
         )
+        first_query, end_query = diagonal, diagonal
+        if MERGED:
+            first_query, end_query, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         wg_m_block_min = m_block_min
         wg_m_block_max = m_block_max
         if SKIP_BLOCKS:
@@ -1030,8 +1315,8 @@ def _dkdv_consumer(
                 window_right,
                 BLOCK_M,
                 WG_N,
-                CAUSAL,
-                WINDOW,
+                CAUSAL and not MERGED,
+                WINDOW and not MERGED,
             )
             wg_m_block_min = gl.where(
                 wg_start_n < seqlen_k, gl.minimum(wg_m_block_min, m_block_max), m_block_max
@@ -1057,14 +1342,23 @@ def _dkdv_consumer(
         )
         dk = zero_accumulators(WG_N, PARTS if HAS_DK else 0, LAYOUT_DK)
         dv = zero_accumulators(WG_N, PARTS_V if HAS_DV else 0, LAYOUT_DV)
-        for g in range(qheads_per_khead):
-            slope = gl.load(SLOPES + head * qheads_per_khead + g) * LOG2E if ALIBI else 0.0
+        for g in range(qheads_per_split):
+            slope = gl.load(SLOPES + head * qheads_per_split + g) * LOG2E if ALIBI else 0.0
             step = _skip_blocks(
-                wg_m_block_min - m_block_min, q_full, q_empty, do_full, do_empty, step, STAGES
+                wg,
+                wg_m_block_min - m_block_min,
+                q_full,
+                q_empty,
+                do_full,
+                do_empty,
+                step,
+                STAGES,
+                PING_PONG,
             )
-            if WINDOW:
+            if WINDOW or MERGED:
                 for m_block in range(wg_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
+                        wg,
                         k,
                         v,
                         q_smem,
@@ -1079,6 +1373,8 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal - m_block * BLOCK_M,
+                        first_query - m_block * BLOCK_M,
+                        end_query - m_block * BLOCK_M,
                         seqlen_q - m_block * BLOCK_M,
                         window_left,
                         window_right,
@@ -1086,7 +1382,8 @@ def _dkdv_consumer(
                         scale,
                         softcap,
                         slope,
-                        (m_block < full_m_block_min) | (m_block >= full_m_block_max),
+                        MERGED | (m_block < full_m_block_min) | (m_block >= full_m_block_max),
+                        MERGED,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -1096,15 +1393,25 @@ def _dkdv_consumer(
                         HAS_DV,
                         STAGES,
                         LAYOUT_S,
+                        PING_PONG,
                     )
                     step += 1
                 step = _skip_blocks(
-                    m_block_max - wg_m_block_max, q_full, q_empty, do_full, do_empty, step, STAGES
+                    wg,
+                    m_block_max - wg_m_block_max,
+                    q_full,
+                    q_empty,
+                    do_full,
+                    do_empty,
+                    step,
+                    STAGES,
+                    PING_PONG,
                 )
             else:
                 if CAUSAL:
                     for m_block in range(wg_m_block_min, full_m_block_min):
                         dk, dv = _dkdv_step(
+                            wg,
                             k,
                             v,
                             q_smem,
@@ -1119,6 +1426,8 @@ def _dkdv_consumer(
                             dv,
                             step,
                             diagonal - m_block * BLOCK_M,
+                            first_query,
+                            end_query,
                             seqlen_q,
                             window_left,
                             window_right,
@@ -1127,6 +1436,7 @@ def _dkdv_consumer(
                             softcap,
                             slope,
                             True,
+                            MERGED,
                             WINDOW,
                             SOFTCAP,
                             ALIBI,
@@ -1136,10 +1446,12 @@ def _dkdv_consumer(
                             HAS_DV,
                             STAGES,
                             LAYOUT_S,
+                            PING_PONG,
                         )
                         step += 1
                 for _ in range(full_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
+                        wg,
                         k,
                         v,
                         q_smem,
@@ -1154,6 +1466,8 @@ def _dkdv_consumer(
                         dv,
                         step,
                         diagonal,
+                        first_query,
+                        end_query,
                         seqlen_q,
                         window_left,
                         window_right,
@@ -1162,6 +1476,7 @@ def _dkdv_consumer(
                         softcap,
                         slope,
                         False,
+                        MERGED,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -1171,6 +1486,7 @@ def _dkdv_consumer(
                         HAS_DV,
                         STAGES,
                         LAYOUT_S,
+                        PING_PONG,
                     )
                     step += 1
         mbarrier.arrive(k_empty.index(work_idx % K_STAGES), count=1)
@@ -1224,7 +1540,8 @@ def attention_dkdv_sm90_kernel(
     total_q,
     stats_stride,
     heads,
-    qheads_per_khead,
+    qheads_per_split,
+    splits_per_khead,
     heads_in_l2,
     window_left,
     window_right,
@@ -1243,21 +1560,28 @@ def attention_dkdv_sm90_kernel(
     STAGES: gl.constexpr,
     K_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr,
     SKIP_BLOCKS: gl.constexpr,
+    IN_FLOAT32: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     """Compute DK and DV, or one of them, for one key tile and key head at a time.
 
-    Each tile sums over all query heads that share the key head.
+    The query heads of a key head are summed in `splits_per_khead` splits. DK and DV have one head
+    per split. With more than one split they are float32, and `attention_sum_splits_kernel` adds
+    them up.
 
     KV_IN_REGISTERS
         Keys and values stay in registers, which halves the shared-memory reads of the scores.
     SKIP_BLOCKS
         A warp group skips blocks of which it needs nothing.
+    IN_FLOAT32
+        DK and DV are float32.
     """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = allocate_ring(q_desc, STAGES * PARTS)
@@ -1266,7 +1590,7 @@ def attention_dkdv_sm90_kernel(
     v_smem = allocate_ring(v_desc, CONSUMERS * K_STAGES * PARTS_V)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     k_full = allocate_barriers(K_STAGES, 1)
     k_empty = allocate_barriers(K_STAGES, CONSUMERS)
     q_full = allocate_barriers(STAGES, 1)
@@ -1303,12 +1627,13 @@ def attention_dkdv_sm90_kernel(
         total_q,
         stats_stride,
         heads,
-        qheads_per_khead,
+        qheads_per_split,
+        splits_per_khead,
         heads_in_l2,
     )
-    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap
+    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap
     window_right = 0 if CAUSAL else window_right
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
@@ -1332,12 +1657,72 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
+                    ),
+                ),
+                (
+                    dkdv_producer,
+                    (
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        K_STAGES,
+                        CONSUMERS,
+                        CAUSAL,
+                        WINDOW,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _dkdv_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        HAS_DK,
+                        HAS_DV,
+                        STAGES,
+                        K_STAGES,
+                        CONSUMERS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1361,12 +1746,15 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1415,12 +1803,15 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1444,12 +1835,15 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (
@@ -1473,12 +1867,15 @@ def attention_dkdv_sm90_kernel(
                         STAGES,
                         K_STAGES,
                         CONSUMERS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
                         KV_IN_REGISTERS,
                         SKIP_BLOCKS,
+                        IN_FLOAT32,
+                        PING_PONG,
                     ),
                 ),
                 (

@@ -16,6 +16,8 @@ UNSPECIALIZED = (
     "stats_stride",
     "heads",
     "qheads_per_khead",
+    "qheads_per_split",
+    "splits_per_khead",
     "heads_in_l2",
     "window_left",
     "window_right",

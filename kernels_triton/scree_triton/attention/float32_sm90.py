@@ -1231,6 +1231,7 @@ def attention_dkdv_float32_sm90_kernel(
                         stats_stride,
                         heads,
                         qheads_per_khead,
+                        1,
                         heads_in_l2,
                     ),
                     window_left,

@@ -31,7 +31,9 @@ from ..sm90.pipeline import (
     pdl_launch_dependents,
     ping_pong_arrive,
     ping_pong_wait,
+    publish_attended,
     publish_tile,
+    receive_attended,
     receive_tile,
     slot_bytes,
     slot_parts,
@@ -50,6 +52,8 @@ from .scores_sm90 import (
     get_key_limits,
     get_n_block_max,
     get_n_block_min,
+    is_between,
+    isolate_rows,
     mask_scores,
     partial_row_sums,
 )
@@ -209,6 +213,92 @@ def forward_producer(
 
 
 @gluon.jit
+def _forward_group_producer(
+    smem,
+    producer_args,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):
+    """Load the queries, keys and values of each tile of short rows, then fetch the next tile."""
+    q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
+    (
+        q_desc,
+        k_desc,
+        v_desc,
+        TILES,
+        COUNTER,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        heads,
+        qheads_per_khead,
+        heads_in_l2,
+    ) = producer_args
+    num_tiles, attended, total_q = gl.load(TILES), TILES + gl.load(TILES + 1), gl.load(TILES + 2)
+    total_tiles = num_tiles * heads
+    tile_id = gl.program_id(0)
+    work_idx = 0
+    while tile_id >= 0:
+        tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+        q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+        q_stage = work_idx % Q_STAGES
+        mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
+        publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
+        if tile_id < total_tiles:
+            publish_attended(
+                *(queue.index(work_idx % 2), attended, total_q),
+                *(q_offset, seqlen_q, start_m, q_full.index(q_stage)),
+            )
+            mbarrier.expect(q_full.index(q_stage), slot_bytes(q_smem, PARTS))
+            load_slot(
+                q_desc,
+                q_offset,
+                seqlen_q,
+                start_m,
+                head_coordinate(head, stride_qh, q_smem),
+                q_full.index(q_stage),
+                q_smem,
+                q_stage,
+                PARTS,
+            )
+            stage = work_idx % STAGES
+            mbarrier.wait(kv_empty.index(stage), ((work_idx // STAGES) & 1) ^ 1)
+            mbarrier.expect(
+                kv_full.index(stage), slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V)
+            )
+            load_slot(
+                k_desc,
+                k_offset,
+                seqlen_k,
+                0,
+                head_coordinate(head // qheads_per_khead, stride_kh, k_smem),
+                kv_full.index(stage),
+                k_smem,
+                stage,
+                PARTS,
+            )
+            load_slot(
+                v_desc,
+                k_offset,
+                seqlen_k,
+                0,
+                head_coordinate(head // qheads_per_khead, stride_vh, v_smem),
+                kv_full.index(stage),
+                v_smem,
+                stage,
+                PARTS_V,
+            )
+            tile_id = fetch_tile(COUNTER, total_tiles)
+        else:
+            mbarrier.arrive(q_full.index(q_stage), count=1)
+            pdl_launch_dependents(work_idx)
+            tile_id = -1
+        work_idx += 1
+
+
+@gluon.jit
 def _rescale_accumulators(parts, factor, PARTS: gl.constexpr):
     """Multiply the accumulators by a factor.
 
@@ -308,6 +398,7 @@ def _forward_consumer(
     Q_STAGES: gl.constexpr,
     STORE_IN_Q_SMEM: gl.constexpr,
     SAME_OFFSETS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -341,6 +432,10 @@ def _forward_consumer(
         offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
         diagonal = offs_m + diagonal_offset
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
+        if MERGED:
+            first_key, end_key, diagonal = receive_attended(
+                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            )
         n_block_min = get_n_block_min(
             start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
         )
@@ -385,7 +480,8 @@ def _forward_consumer(
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+        if not MERGED:
+            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
         scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
         scores, factor = apply_alibi(
             scores, factor, slope, diagonal - (n_block_max - 1) * BLOCK_N, offs_n, ALIBI
@@ -398,12 +494,17 @@ def _forward_consumer(
             offs_n,
             WINDOW,
         )
+        if MERGED:
+            scores = gl.where(is_between(offs_n, first_key, end_key), scores, -float("inf"))
         row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
         p = gl.exp2(scores * factor - row_max[:, None])
         row_sum = partial_row_sums(p)
         acc = zero_accumulators(WG_M, PARTS_V, LAYOUT_O)
-        step += 1
-        if WINDOW:
+        if not MERGED:
+            step += 1
+        if MERGED:
+            pass  # the tile has one block of keys, which came together with its values
+        elif WINDOW:
             # Blocks before `window_mask_end` begin before the first key of some query. One loop
             # over all blocks takes fewer registers.
             window_mask_end = gl.cdiv(
@@ -510,15 +611,24 @@ def _forward_consumer(
         if not STORE_IN_Q_SMEM:
             mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
         p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+        if not MERGED:
+            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
         acc = start_mma(p_operand, v_smem, step % STAGES, acc, PARTS_V)
         row_sum_total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
         no_valid_key = gl.minimum(last_key, seqlen_k - 1) < 0
+        if MERGED:
+            no_valid_key = gl.minimum(last_key, end_key - 1) < first_key
         lse = gl.where(no_valid_key, -float("inf"), (row_max + gl.log2(row_sum_total)) * LN2)
         inv_row_sum = gl.convert_layout(
             gl.where(no_valid_key, 0.0, 1.0 / row_sum_total), gl.SliceLayout(1, LAYOUT_O)
         )
         acc = wait_mma(0, acc, p_operand, PARTS_V)
+        if MERGED:
+            acc = isolate_rows(
+                acc, p_operand, v_smem, step % STAGES, first_key, end_key, offs_n, PARTS_V
+            )
+            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+            step += 1
         for n in gl.static_range(PARTS_V):
             # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
             part = gl.where(inv_row_sum[:, None] == 0.0, 0.0, acc[n] * inv_row_sum[:, None])
@@ -589,6 +699,7 @@ def attention_forward_sm90_kernel(
     STORE_IN_Q_SMEM: gl.constexpr,
     CONSUMERS: gl.constexpr,
     SAME_OFFSETS: gl.constexpr,
+    MERGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -608,7 +719,7 @@ def attention_forward_sm90_kernel(
     q_smem = allocate_ring(q_desc, Q_STAGES * CONSUMERS * PARTS)
     k_smem = allocate_ring(k_desc, STAGES * PARTS)
     v_smem = allocate_ring(v_desc, STAGES * PARTS_V)
-    queue = allocate_tile_queue()
+    queue = allocate_tile_queue(MERGED=MERGED)
     q_full = allocate_barriers(Q_STAGES, 1)
     q_empty = allocate_barriers(Q_STAGES, CONSUMERS)
     kv_full = allocate_barriers(STAGES, 1)
@@ -628,7 +739,7 @@ def attention_forward_sm90_kernel(
         heads_in_l2,
     )
     consumer_args = o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap
-    if CONSUMERS == 1:
+    if MERGED:
         gl.warp_specialize(
             [
                 (
@@ -649,6 +760,41 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        1,
+                    ),
+                ),
+                (_forward_group_producer, (smem, producer_args, PARTS, PARTS_V, STAGES, Q_STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _forward_consumer,
+                    (
+                        0,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        HEAD_DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -700,6 +846,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -725,6 +872,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -776,6 +924,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -801,6 +950,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -826,6 +976,7 @@ def attention_forward_sm90_kernel(
                         Q_STAGES,
                         STORE_IN_Q_SMEM,
                         SAME_OFFSETS,
+                        MERGED,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,

@@ -13,6 +13,7 @@ import torch
 
 import scree
 from scree.dispatch.operation import KernelUnavailableError
+from scree.ops.philox import RESOLUTION, threshold
 
 from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
@@ -25,11 +26,13 @@ from .launch_configs import (
     PortableConfig,
     VarlenLayout,
     allows_tf32,
+    as_arguments,
     get_launch_config,
     has_sm90_kernels,
     is_tma_addressable,
     is_tma_aligned,
     replace_by_portable_config,
+    slope_axes,
     usual_tile_sizes,
 )
 from .paged import is_decoding, prepare_decoding
@@ -58,8 +61,6 @@ def rejects(call: Any) -> str | None:
     slopes = call.alibi_slopes
     if slopes is not None and (slopes.device != q.device or slopes.requires_grad):
         return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
-    if slopes is not None and slopes.ndim == 2:
-        return "the Triton kernels take ALiBi slopes per head, not per row and head"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
     return None
@@ -102,6 +103,10 @@ def note(call: Any) -> str | None:
     device, prefix = device_info(q.device), "the faster kernels for Hopper take"
     if not device.is_hopper or device.note:
         return device.note
+    if call.dropout:
+        return f"{prefix} no dropout"
+    if slope_axes(call.alibi_slopes) == 2:
+        return f"{prefix} ALiBi slopes per head, not per row and head"
     if allows_tf32(q.dtype):
         return f"{prefix} float32 only with torch.set_float32_matmul_precision('highest')"
     if not has_sm90_kernels(q.device, q.dtype, q.shape[2], v.shape[2]):
@@ -124,16 +129,16 @@ def run(call: Any) -> Any:
     q, k, v = call.q, call.k, call.v
     if not uses_operators(q.values, k.values, v.values):
         try:
-            return prepare_run(call)(q, k, v, call.alibi_slopes)
+            return prepare_run(call)(q, k, v, call.alibi_slopes, *as_arguments(call.seed))
         except KernelUnavailableError as error:
             values = q.values, k.values, v.values
             max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
             rows = VarlenLayout(q.offsets, k.offsets, None, max_seqlen)
-            alibi = call.alibi_slopes is not None
+            alibi = slope_axes(call.alibi_slopes)
             if not replace_by_portable_config(*values, rows, _call_spec(call), alibi):
                 raise
             record_replacement(__name__, {q.dtype}, str(error))
-        return prepare_run(call)(q, k, v, call.alibi_slopes)
+        return prepare_run(call)(q, k, v, call.alibi_slopes, *as_arguments(call.seed))
     out, lse = _traced(
         q.values,
         k.values,
@@ -141,7 +146,8 @@ def run(call: Any) -> Any:
         q.offsets,
         k.offsets,
         _call_spec(call),
-        None if call.alibi_slopes is None else _as_float32(call.alibi_slopes),
+        _kernel_slopes(call.alibi_slopes, q.layout),
+        call.seed,
         q.layout.max_length_bound if k.layout is q.layout else k.layout.max_length_bound,
     )
     return (q.with_values(out), q.with_values(lse.t())) if call.return_lse else q.with_values(out)
@@ -149,7 +155,7 @@ def run(call: Any) -> Any:
 
 def prepare_run(call: Any) -> Callable[..., Any]:
     """Return a function that runs calls with the same metadata as this one."""
-    spec, alibi, return_lse = _call_spec(call), call.alibi_slopes is not None, call.return_lse
+    spec, alibi, return_lse = _call_spec(call), slope_axes(call.alibi_slopes), call.return_lse
     if is_decoding(call):
         return prepare_decoding(call, spec)
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
@@ -168,19 +174,21 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         prepared[key] = forward, backward
         return forward, backward
 
-    def run_prepared(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
+    def run_prepared(
+        q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None = None
+    ) -> Any:
         values = q.values, k.values, v.values
-        slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
+        slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, q.layout)
         key = is_tma_aligned(*values), allows_tf32(values[0].dtype)
         forward, backward = prepared.get(key) or prepare(q, k, values, key)
         if not (needs_grad and torch.is_grad_enabled()):
-            out, lse = forward(*values, slopes)
+            out, lse = forward(*values, slopes, *as_arguments(seed))
         elif return_lse:
-            out, lse = _differentiable_attention(*values, (forward, backward, slopes, True))
+            constants = forward, backward, slopes, as_arguments(seed), True
+            out, lse = _differentiable_attention(*values, constants)
         else:
-            return q.from_layout(
-                _differentiable_attention(*values, (forward, backward, slopes, False)), q.layout
-            )
+            constants = forward, backward, slopes, as_arguments(seed), False
+            return q.from_layout(_differentiable_attention(*values, constants), q.layout)
         if return_lse:
             return q.from_layout(out, q.layout), q.from_layout(lse.t(), q.layout)
         return q.from_layout(out, q.layout)
@@ -188,12 +196,16 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     return run_prepared
 
 
-def _as_float32(slopes: torch.Tensor) -> torch.Tensor:
-    return slopes.to(torch.float32).contiguous()
+def _kernel_slopes(slopes: torch.Tensor | None, layout: Any) -> torch.Tensor | None:
+    """Return slopes (heads,), or per query (total_q, heads), in float32; None for None."""
+    if slopes is None:
+        return None
+    slopes = slopes.to(torch.float32).contiguous()
+    return layout.per_token(slopes) if slopes.ndim == 2 else slopes  # type: ignore[no-any-return]
 
 
 def _call_spec(call: Any) -> AttentionSpec:
-    return make_spec(call.causal, *call.window, call.scale, call.softcap)
+    return make_spec(call.causal, *call.window, call.scale, call.softcap, call.dropout)
 
 
 def attention(
@@ -208,6 +220,8 @@ def attention(
     scale: float,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
     memo: dict | None = None,
     max_length: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,8 +242,11 @@ def attention(
     scale, softcap
         Scores are ``q @ k * scale``, and with a softcap ``softcap * tanh(scores / softcap)``.
     alibi_slopes
-        float32, shape ``(num_heads,)``. The slope times the distance between query and key is
-        subtracted from each score, after the softcap. Not differentiated.
+        float32, shape ``(num_heads,)``, or ``(total, num_heads)`` with equal slopes in all queries
+        of a row. The slope times the distance between query and key is subtracted from each score,
+        after the softcap. Not differentiated.
+    dropout, seed
+        The probability of dropout, and an int64 tensor of one element.
     memo
         A dict that belongs to the rows of q and lives as long as they do. It caches tile schedules.
     max_length
@@ -241,19 +258,21 @@ def attention(
         The output, contiguous, and the float32 log-sum-exp of shape ``(total, num_heads)``. A query
         without a valid key has output 0 and log-sum-exp -inf.
     """
-    spec = make_spec(causal, *window, scale, softcap)
+    spec = make_spec(causal, *window, scale, softcap, dropout)
+    seed = seed if spec.dropout else None
     longest = UNBOUNDED if max_length is None else max_length
     if uses_operators(q, k, v):
-        out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes, longest)
+        out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes, seed, longest)
         return out, lse.t()
     layout = VarlenLayout(cu_q, cu_k, memo, longest)
-    config = get_launch_config(q, k, v, layout, spec, alibi_slopes is not None)
+    config = get_launch_config(q, k, v, layout, spec, slope_axes(alibi_slopes))
     forward = config.prepare_forward(layout, q.shape[0], k.shape[0], spec)
     if needs_gradient(q, k, v):
         backward = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
-        out, lse = _differentiable_attention(q, k, v, (forward, backward, alibi_slopes, True))
+        constants = forward, backward, alibi_slopes, as_arguments(seed), True
+        out, lse = _differentiable_attention(q, k, v, constants)
     else:
-        out, lse = forward(q, k, v, alibi_slopes)
+        out, lse = forward(q, k, v, alibi_slopes, *as_arguments(seed))
     return out, lse.t()
 
 
@@ -280,7 +299,7 @@ def attention_backward(
     layout, spec
         Rows and options of the call, see `make_spec`.
     """
-    config = get_launch_config(q, k, v, layout, spec, False)
+    config = get_launch_config(q, k, v, layout, spec, 0)
     run = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
     return run(q, k, v, None, out, lse, dout, None)  # type: ignore[no-any-return]
 
@@ -292,7 +311,7 @@ def attention_forward(
 
     With `layout.max_seqlen` = `UNBOUNDED` the bits of a row do not depend on the other rows.
     """
-    config = get_launch_config(q, k, v, layout, spec, False)
+    config = get_launch_config(q, k, v, layout, spec, 0)
     rows = layout._replace(cache=None)
 
     @falls_back_to(lambda *args: _other_forward(config, rows, spec, *args))
@@ -303,20 +322,25 @@ def attention_forward(
 
 
 def make_spec(
-    causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    softcap: float | None,
+    dropout: float = 0.0,
 ) -> AttentionSpec:
     """Return the spec of a call, with `UNBOUNDED` for None and the causal mask in the window."""
     left = UNBOUNDED if left is None else min(left, UNBOUNDED)
     right = UNBOUNDED if right is None else min(right, UNBOUNDED)
-    return AttentionSpec(
-        left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0)
-    )
+    right = min(right, 0) if causal else right
+    return AttentionSpec(left, right, float(scale), float(softcap or 0.0), threshold(dropout))
 
 
 def _standard(
     layout: VarlenLayout,
     spec: AttentionSpec,
     slopes: torch.Tensor | None,
+    seed: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -328,6 +352,9 @@ def _standard(
         scree.Array.unchecked(x, cu, 0, n).layout
         for x, cu, n in zip((q, k), offsets, max_lengths, strict=True)
     )
+    if slopes is not None and slopes.ndim == 2:  # a table (total_q, heads)
+        starts = layout.cu_seqlens_q[:-1].clamp(max=slopes.shape[0] - 1)
+        slopes = slopes.index_select(0, starts)
     sides = tuple(None if side >= UNBOUNDED else side for side in spec[:2])
     out, lse = scree.attention(
         *(scree.Array.from_layout(x, on) for x, on in ((q, rows), (k, attended), (v, attended))),
@@ -335,6 +362,8 @@ def _standard(
         scale=spec.scale,
         softcap=spec.softcap or None,
         alibi_slopes=slopes,
+        dropout=spec.dropout / RESOLUTION,
+        seed=seed,
         return_lse=True,
         kernel="standard",
     )
@@ -347,12 +376,12 @@ def _portable_config(
     dtype: torch.dtype,
     layouts: tuple[HeadLayout, ...],
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
     tf32: bool,
 ) -> PortableConfig:
-    left, right, _, softcap = spec
+    left, right, _, softcap, dropout = spec
     bounded = left < UNBOUNDED, right < UNBOUNDED
-    return PortableConfig(device, dtype, layouts, *bounded, softcap > 0, alibi, tf32)
+    return PortableConfig(device, dtype, layouts, *bounded, softcap > 0, alibi, dropout > 0, tf32)
 
 
 def _portable(
@@ -363,27 +392,27 @@ def _portable(
         raise KernelUnavailableError("the portable kernels are unavailable")
     layouts = config.q, config.k, config.v
     tf32 = allows_tf32(config.dtype)
-    return _portable_config(config.device, config.dtype, layouts, spec, slopes is not None, tf32)
+    return _portable_config(config.device, config.dtype, layouts, spec, slope_axes(slopes), tf32)
 
 
-def _other_forward(config, layout, spec, q, k, v, slopes):
+def _other_forward(config, layout, spec, q, k, v, slopes, seed=None):
     """Return the results of a forward kernel that does not compile, by another implementation."""
     try:
-        return _portable(config, spec, slopes).forward(q, k, v, slopes, layout, spec)
+        return _portable(config, spec, slopes).forward(q, k, v, slopes, layout, spec, seed)
     except KernelUnavailableError:
-        return _standard(layout, spec, slopes, q, k, v)
+        return _standard(layout, spec, slopes, seed, q, k, v)
 
 
-def _other_backward(config, layout, spec, q, k, v, slopes, out, lse, dout, dlse):
+def _other_backward(config, layout, spec, q, k, v, slopes, out, lse, dout, dlse, seed=None):
     """Return the gradients of backward kernels that do not compile, by another implementation."""
     arguments = q, k, v, slopes, out, lse, dout, dlse
     try:
-        return _portable(config, spec, slopes).backward(*arguments, layout, spec)
+        return _portable(config, spec, slopes).backward(*arguments, layout, spec, seed)
     except KernelUnavailableError:
         grads = tuple(
             torch.zeros_like(x) if grad is None else grad for x, grad in ((out, dout), (lse, dlse))
         )
-        return gradients(partial(_standard, layout, spec, slopes), (q, k, v), grads)
+        return gradients(partial(_standard, layout, spec, slopes, seed), (q, k, v), grads)
 
 
 def _prepare_backward(
@@ -399,15 +428,16 @@ def _prepare_backward(
 
 def _record_attention(ctx, q, k, v, constants):
     # The constants are one tuple, because every argument of an autograd function costs time.
-    run, ctx.run_back, slopes, return_lse = constants
-    out, lse = run(q, k, v, slopes)
-    ctx.save_for_backward(q, k, v, slopes, out, lse)
+    run, ctx.run_back, slopes, seed, return_lse = constants
+    out, lse = run(q, k, v, slopes, *seed)
+    ctx.save_for_backward(q, k, v, slopes, out, lse, *seed)
     ctx.set_materialize_grads(False)
     return (out, lse) if return_lse else out
 
 
 def _attention_gradient(ctx, dout, dlse=None):
-    return *ctx.run_back(*ctx.saved_tensors, dout, dlse), None
+    q, k, v, slopes, out, lse, *seed = ctx.saved_tensors
+    return *ctx.run_back(q, k, v, slopes, out, lse, dout, dlse, *seed), None
 
 
 _differentiable_attention = differentiable(
@@ -423,11 +453,12 @@ def _traced(
     cu_k: torch.Tensor,
     spec: AttentionSpec,
     slopes: torch.Tensor | None,
+    seed: torch.Tensor | None,
     max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp (num_heads, total) through operators."""
     tiles = schedule_op(cu_q, cu_k, q.shape[0], *_tile_kind(q, v), _FORWARD, spec[0], spec[1])
-    return attention_op(q, k, v, slopes, cu_q, cu_k, tiles, max_length, *spec)
+    return attention_op(q, k, v, slopes, seed, cu_q, cu_k, tiles, max_length, *spec)
 
 
 # Kernels that take a schedule; fields of `TileSizes`.
@@ -485,6 +516,7 @@ def _forward_operator(
     k: torch.Tensor,
     v: torch.Tensor,
     slopes: torch.Tensor | None,
+    seed: torch.Tensor | None,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
     tiles: torch.Tensor,
@@ -493,21 +525,22 @@ def _forward_operator(
     right: int,
     scale: float,
     softcap: float,
+    dropout: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap)
+    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
     layout.cache[layout.query_key(q.shape[0], sizes.forward, spec)] = tiles, None
-    config = get_launch_config(q, k, v, layout, spec, slopes is not None)
+    config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
     rows = layout._replace(max_seqlen=max_length)
 
     @falls_back_to(lambda *args: _other_forward(config, rows, spec, *args))
     def run(*args: Any) -> Any:
-        return config.forward(*args, layout, spec)
+        return config.forward(*args[:4], layout, spec, *args[4:])
 
-    return run(q, k, v, slopes)  # type: ignore[no-any-return]
+    return run(q, k, v, slopes, *as_arguments(seed))  # type: ignore[no-any-return]
 
 
-def _forward_fake(q, k, v, slopes, cu_q, cu_k, tiles, max_length, left, right, scale, softcap):
+def _forward_fake(q, k, v, slopes, seed, cu_q, cu_k, tiles, *constants):
     total, heads, _ = q.shape
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
@@ -517,6 +550,7 @@ def _backward_operator(
     k: torch.Tensor,
     v: torch.Tensor,
     slopes: torch.Tensor | None,
+    seed: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor | None,
@@ -530,23 +564,26 @@ def _backward_operator(
     right: int,
     scale: float,
     softcap: float,
+    dropout: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap)
+    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
     layout.cache[layout.query_key(q.shape[0], sizes.dq, spec)] = query_tiles, None
     layout.cache[layout.key_key(k.shape[0], sizes.dkdv, spec)] = key_tiles, None
-    config = get_launch_config(q, k, v, layout, spec, slopes is not None)
+    config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
     rows = layout._replace(max_seqlen=max_length)
 
     @falls_back_to(lambda *args: _other_backward(config, rows, spec, *args))
     def run(*args: Any) -> Any:
-        return config.backward(*args, layout, spec)
+        return config.backward(*args[:8], layout, spec, *args[8:])
 
-    return run(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
+    return run(  # type: ignore[no-any-return]
+        q, k, v, slopes, out, lse, dout, dlse, *as_arguments(seed)
+    )
 
 
 def _backward_fake(
-    q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *constants
+    q, k, v, slopes, seed, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *constants
 ):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
@@ -569,14 +606,14 @@ def _count_pairs(
     return int(np.maximum(last - first + 1, 0).sum())
 
 
-def _forward_flops(q, k, v, slopes, cu_q, cu_k, tiles, max_length, left, right, *_):
+def _forward_flops(q, k, v, slopes, seed, cu_q, cu_k, tiles, max_length, left, right, *_):
     """Count q @ k and p @ v."""
     pairs = _count_pairs(cu_q, cu_k, q.shape[0], min(max_length, k.shape[0]), left, right)
     return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
 
 
 def _backward_flops(
-    q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *constants
+    q, k, v, slopes, seed, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *constants
 ):
     """Count q @ k again, the products for dP and dV with v's head_dim, and for dQ and dK."""
     max_length, left, right, *_ = constants
@@ -590,18 +627,18 @@ _backward_op = define_operator(
 
 
 def _save(ctx, inputs, output):
-    q, k, v, slopes, cu_q, cu_k, _, ctx.max_length, *ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, slopes, *output, cu_q, cu_k)
+    q, k, v, slopes, seed, cu_q, cu_k, _, ctx.max_length, *ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, slopes, seed, *output, cu_q, cu_k)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
-    q, k, v, slopes, out, lse, cu_q, cu_k = ctx.saved_tensors
+    q, k, v, slopes, seed, out, lse, cu_q, cu_k = ctx.saved_tensors
     kind, (left, right, *_) = _tile_kind(q, v), ctx.spec
     query_tiles = schedule_op(cu_q, cu_k, q.shape[0], *kind, _DQ, left, right)
     key_tiles = schedule_op(cu_k, cu_q, k.shape[0], *kind, _DKDV, right, left)
     return _backward_op(
-        *(q, k, v, slopes, out, lse, dout, dlse),
+        *(q, k, v, slopes, seed, out, lse, dout, dlse),
         *(cu_q, cu_k, query_tiles, key_tiles, ctx.max_length, *ctx.spec),
     )
 

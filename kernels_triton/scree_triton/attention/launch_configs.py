@@ -16,14 +16,16 @@ import triton
 
 from ..runtime.device import device_info
 from ..runtime.launch import Launch, bind_args, contiguous, empty, on_device, ragged
-from . import portable
+from . import portable, sum_splits
 from .arguments import (
     BackwardNumbers,
     DkdvArgs,
+    DkdvNumbers,
     DkdvStrides,
     DqArgs,
     DqNumbers,
     DqStrides,
+    DropoutNumbers,
     Float32DkdvArgs,
     Float32DqArgs,
     Float32ForwardArgs,
@@ -39,10 +41,17 @@ from .arguments import (
     PortableForwardStrides,
     SplitArgs,
     SplitDoutArgs,
+    SumSplitsArgs,
 )
 from .tile_configs import (
     FEW_QUERIES,
+    LONG_SEQLEN,
+    MANY_ROWS,
+    MERGED_MEAN_SEQLEN,
+    MERGED_SEQLEN,
     SHORT_SEQLEN,
+    SM90_LONG_ROW_TILES,
+    SM90_MERGED_TILES,
     SM90_SMALL_BATCH_TILES,
     SM90_TILES,
     Sm90Tiles,
@@ -56,20 +65,41 @@ LOG2E = 1.4426950408889634
 _MAX_CONFIGS = 1024
 #: The L2 cache of an H100 holds the keys and values of this many numbers, summed over heads.
 _L2_NUMBERS = 40_000_000
+#: Elements per CTA of the kernel that sums over splits.
+_SUM_BLOCK = 1024
+#: The cost model of `choose_splits`: operations per second and SM of dK and dV, and bytes of partial
+#: sums per second and seconds per launch of the kernel that adds them. Measured on an H200.
+_SPLIT_FLOPS, _SPLIT_BYTES, _SPLIT_SECONDS = 4.2e12, 2.5e12, 3e-6
+#: Seconds of a tile before and after its products, and queries per block.
+_TILE_SECONDS, _QUERY_BLOCK = 3e-6, 64
 #: Whether the first call of a kind measures the tiles of the portable kernels.
 AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"
 
 
 class AttentionSpec(NamedTuple):
-    """The window, the scale and the softcap in plain numbers.
+    """The window, the scale, the softcap and the dropout in plain numbers.
 
-    An open side of the window is `UNBOUNDED`; softcap 0 means none.
+    An open side of the window is `UNBOUNDED`; softcap 0 means none. The probability of dropout is
+    ``dropout / 2**16``.
     """
 
     window_left: int
     window_right: int
     scale: float
     softcap: float
+    dropout: int = 0
+
+
+class Rows(NamedTuple):
+    """The rows that a launch config processes, see `schedule_tiles`."""
+
+    min_length: int = 0
+    merged: bool = False
+
+
+#: Short rows, and the other rows, of a batch whose short rows share tiles.
+SHORT_ROWS, OTHER_ROWS = Rows(merged=True), Rows(min_length=MERGED_SEQLEN + 1)
+ALL_ROWS = Rows()
 
 
 class VarlenLayout(NamedTuple):
@@ -91,26 +121,37 @@ class VarlenLayout(NamedTuple):
     cache: dict | None
     max_seqlen: int = UNBOUNDED
 
-    def query_key(self, total_q: int, block_m: int, spec: AttentionSpec) -> tuple:
+    def query_key(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
         """Return the key of a schedule of query tiles in the cache."""
-        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1]
+        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], *rows
 
-    def key_key(self, total_k: int, block_n: int, spec: AttentionSpec) -> tuple:
+    def key_key(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
         """Return the key of a schedule of key tiles in the cache.
 
         For keys, the left and right sides of the window are swapped.
         """
-        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0]
+        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], *rows
 
-    def query_tiles(self, total_q: int, block_m: int, spec: AttentionSpec) -> torch.Tensor:
+    def query_tiles(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        key = self.query_key(total_q, block_m, spec)
+        key = self.query_key(total_q, block_m, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
 
-    def key_tiles(self, total_k: int, block_n: int, spec: AttentionSpec) -> torch.Tensor:
+    def key_tiles(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
         """Return the schedule of key tiles."""
-        key = self.key_key(total_k, block_n, spec)
+        if rows.merged and self.cu_seqlens_k is self.cu_seqlens_q:
+            # The schedule of the queries has the same groups; the window affects only their order.
+            return self.query_tiles(total_k, block_n, spec, rows)
+        key = self.key_key(total_k, block_n, spec, rows)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
 
@@ -144,9 +185,12 @@ def get_launch_config(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> "LaunchConfig":
-    """Return the launch config of a call, from the cache or new."""
+    """Return the launch config of a call, from the cache or new.
+
+    `alibi` is the number of axes of the slopes, or 0: (heads,) or (total_q, heads).
+    """
     key = _config_key(q, k, v, layout, spec, alibi)
     config = CONFIG_CACHE.get(key)
     if config is None:
@@ -168,16 +212,23 @@ def replace_by_portable_config(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> bool:
     """Use the portable kernels for calls of this kind; return False if they do so already."""
     key = _config_key(q, k, v, layout, spec, alibi)
     if isinstance(CONFIG_CACHE.get(key), PortableConfig):
         return False
-    has_left, has_right, _, has_softcap, *_ = key[9:]
-    tf32 = allows_tf32(q.dtype)
+    has_left, has_right, _, has_softcap, _, has_dropout, *_ = key[9:]
     CONFIG_CACHE[key] = PortableConfig(
-        q.device, q.dtype, _head_layouts(q, k, v), has_left, has_right, has_softcap, alibi, tf32
+        q.device,
+        q.dtype,
+        _head_layouts(q, k, v),
+        has_left,
+        has_right,
+        has_softcap,
+        alibi,
+        has_dropout,
+        allows_tf32(q.dtype),
     )
     return True
 
@@ -192,12 +243,13 @@ def _config_key(
     v: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
-    alibi: bool,
+    alibi: int,
 ) -> tuple:
-    window_left, window_right, _, softcap = spec
+    window_left, window_right, _, softcap, dropout = spec
     total_q, heads, head_dim = q.shape
     total_k, k_heads, head_dim_v = v.shape
     has_tokens = total_q > 0 and total_k > 0
+    num_rows = layout.cu_seqlens_q.shape[0] - 1
     return (
         q.device,
         q.dtype,
@@ -213,11 +265,38 @@ def _config_key(
         window_right == 0,
         softcap > 0,
         alibi,
+        dropout > 0,
         has_tokens and is_tma_aligned(q, k, v),
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
+        layout.max_seqlen < UNBOUNDED
+        and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
+        and num_rows * heads >= MANY_ROWS,
+        window_left >= UNBOUNDED and _has_long_rows(layout, total_k),
     )
+
+
+def as_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of a prepared function after its others: the seed, if there is one."""
+    return () if seed is None else (seed,)
+
+
+def slope_axes(slopes: torch.Tensor | None) -> int:
+    """Return the number of axes of ALiBi slopes; 0 for none."""
+    return 0 if slopes is None else slopes.ndim
+
+
+def _has_long_rows(layout: VarlenLayout, total_k: int) -> bool:
+    """Return whether most work is in long rows.
+
+    This is known if the length of the longest row is. The other rows are assumed to be equal.
+    """
+    longest = min(layout.max_seqlen, total_k)
+    if longest < LONG_SEQLEN or layout.max_seqlen >= UNBOUNDED:
+        return False
+    others, num_others = total_k - longest, max(layout.cu_seqlens_k.shape[0] - 2, 1)
+    return longest**2 + others**2 / num_others >= LONG_SEQLEN * total_k
 
 
 def is_tma_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -238,11 +317,14 @@ def select_config(
     has_right: bool,
     causal: bool,
     softcap: bool,
-    alibi: bool,
+    alibi: int,
+    dropout: bool,
     tma_aligned: bool,
     same_offsets: bool,
     tf32: bool,
     small_batch: bool,
+    many_short_rows: bool,
+    long_rows: bool,
 ) -> "LaunchConfig":
     """Return a new launch config of the fastest kernels that can serve the call."""
     q, _, v = layouts
@@ -250,18 +332,25 @@ def select_config(
     half = dtype != torch.float32
     sm90 = (
         tma_aligned
+        and not dropout
+        and alibi < 2
         and has_sm90_kernels(device, dtype, q.head_dim, v.head_dim)
         and all(
             _are_strides_tma_addressable(x.token_stride, x.head_stride, x.heads) for x in layouts
         )
     )
     if sm90 and half:
-        return Sm90Config(
-            device, dtype, layouts, causal, window, softcap, alibi, same_offsets, small_batch
-        )
+        options = causal, window, softcap, alibi > 0, same_offsets, small_batch, long_rows
+        if many_short_rows:
+            return Sm90MixedConfig(
+                *(Sm90Config(device, dtype, layouts, *options, x) for x in (SHORT_ROWS, OTHER_ROWS))
+            )
+        return Sm90Config(device, dtype, layouts, *options)
     if sm90 and not tf32:
-        return Bf16x3Config(device, layouts, causal, window, softcap, alibi)
-    return PortableConfig(device, dtype, layouts, has_left, has_right, softcap, alibi, tf32)
+        return Bf16x3Config(device, layouts, causal, window, softcap, alibi > 0)
+    return PortableConfig(
+        device, dtype, layouts, has_left, has_right, softcap, alibi, dropout, tf32
+    )
 
 
 def has_sm90_kernels(
@@ -302,15 +391,24 @@ def usual_tile_sizes(
 def _head_parts(head_dim: int) -> tuple[int, int]:
     """Return the width of a head's parts in shared memory and their number.
 
-    TMA fills the last part with zeros.
+    TMA fills the last part with zeros. Narrow parts waste fewer products on zeros.
     """
+    if 64 < head_dim <= 96:
+        return 32, 3
     if head_dim <= 128:
         return triton.next_power_of_2(head_dim), 1
+    if head_dim <= 160:
+        return 32, 5
     return (64, 3) if head_dim <= 192 else (128, 2)
 
 
 def _sm90_tiles(
-    itemsize: int, head_dim: int, head_dim_v: int, small_batch: bool = False
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    small_batch: bool = False,
+    long_rows: bool = False,
+    merged: bool = False,
 ) -> Sm90Tiles | None:
     """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
     if itemsize == 4:
@@ -318,10 +416,14 @@ def _sm90_tiles(
     width, width_v = (prod(_head_parts(x)) for x in (head_dim, head_dim_v))
     if min(width, width_v) < 32:
         return None
+    if merged:
+        return SM90_MERGED_TILES[max(width, width_v)]
     tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
         (itemsize, max(width, width_v))
     )
-    return SM90_SMALL_BATCH_TILES.get(tiles, tiles) if small_batch else tiles
+    if small_batch:
+        return SM90_SMALL_BATCH_TILES.get(tiles, tiles)
+    return SM90_LONG_ROW_TILES.get(tiles, tiles) if long_rows else tiles
 
 
 def _descriptor(layout: HeadLayout) -> Any:
@@ -363,11 +465,85 @@ def _heads_in_l2(heads: int, limit: int) -> int:
     return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= limit)
 
 
+class KeyTileWork(NamedTuple):
+    """The work of dK and dV for one query head, in pairs of query and key."""
+
+    longest: float
+    """The pairs of the tile with the most queries."""
+    total: float
+    """The pairs of all tiles."""
+    tiles: float
+    """The number of tiles."""
+
+
+def estimate_work(
+    num_rows: int, max_seqlen: int, total_q: int, total_k: int, tile_size: int, spec: AttentionSpec
+) -> KeyTileWork:
+    """Estimate the work of tiles of `tile_size` keys from the metadata on the host.
+
+    One row has the largest length, and the others are equal. Where the largest length is unknown,
+    it is four times the mean.
+    """
+    num_others = max(num_rows - 1, 1)
+    longest_rows = [
+        min(total, 4 * total / max(num_rows, 1) if max_seqlen >= UNBOUNDED else max_seqlen)
+        for total in (total_q, total_k)
+    ]
+    longest_q, longest_k = longest_rows
+    pairs = longest_q * longest_k + (total_q - longest_q) * (total_k - longest_k) / num_others
+    window_left, window_right, *_ = spec
+    if min(window_left, window_right) < UNBOUNDED:
+        # A causal mask leaves about half of the pairs.
+        reach = max(window_left, 0) + max(window_right, 0) + 1
+        pairs = min(pairs / 2, float(total_k * reach))
+        longest_q = min(longest_q, reach + tile_size)
+    # Masks and the ends of rows leave about one block of queries per tile in part unused.
+    tiles = max(total_k / tile_size + num_rows / 2, float(num_rows))
+    longest = (longest_q + _QUERY_BLOCK) * tile_size
+    return KeyTileWork(longest, pairs + tiles * _QUERY_BLOCK * tile_size, tiles)
+
+
+def choose_splits(
+    group: int, k_heads: int, total_k: int, dims: int, work: KeyTileWork, sm_count: int
+) -> int:
+    """Return into how many splits to divide the query heads of a key head in dK and dV.
+
+    More splits balance the load of the SMs better, and write more partial sums.
+
+    Parameters
+    ----------
+    group
+        Query heads per key head.
+    k_heads, total_k
+        Number of key heads, and of keys.
+    dims
+        head_dim of q and k plus head_dim of v.
+    work
+        Work of one query head, see `estimate_work`.
+    sm_count
+        Number of CTAs that run at once.
+    """
+    seconds = 4 * dims / _SPLIT_FLOPS
+    mean = work.total * seconds * k_heads * group / sm_count
+    costs = {}
+    for splits in (s for s in range(1, group + 1) if group % s == 0):
+        longest = work.longest * seconds * group / splits
+        tiles_per_sm = max(work.tiles * k_heads * splits / sm_count, 1.0)
+        # With few tiles per SM, the last CTA ends a part of the longest tile after the mean.
+        imbalance = longest / 4 * min(3 / tiles_per_sm, 1.0)
+        costs[splits] = max(longest, mean + imbalance) + tiles_per_sm * _TILE_SECONDS
+        if splits > 1:
+            costs[splits] += _SPLIT_SECONDS + 4 * splits * total_k * k_heads * dims / _SPLIT_BYTES
+    limit = 1.04 * min(costs.values())
+    return next(splits for splits, cost in costs.items() if cost <= limit)
+
+
 class LaunchConfig:
     """The common part of launch configs: shapes, and the allocations of forward and backward."""
 
     #: The maximum number of CTAs; persistent CTAs take one tile after another.
     max_ctas = sys.maxsize
+    rows = ALL_ROWS
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layouts: tuple[HeadLayout, ...]):
         self.device, self.dtype = device, dtype
@@ -387,15 +563,23 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of query tiles and the number of CTAs."""
         bound = max_tiles(total_q, layout.cu_seqlens_q.shape[0] - 1, block_m) * self.heads
-        tiles = layout.query_tiles(total_q, block_m, spec)
+        tiles = layout.query_tiles(total_q, block_m, spec, self.rows)
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _key_tiles(
-        self, layout: VarlenLayout, total_k: int, block_n: int, spec: AttentionSpec
+        self,
+        layout: VarlenLayout,
+        total_k: int,
+        block_n: int,
+        spec: AttentionSpec,
+        ctas_per_sm: int = 1,
+        splits_per_khead: int = 1,
     ) -> tuple[torch.Tensor, int]:
         """Return the schedule of key tiles and the number of CTAs."""
-        bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * self.k_heads
-        return layout.key_tiles(total_k, block_n, spec), min(self.max_ctas, bound)
+        heads = self.k_heads * splits_per_khead
+        bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * heads
+        tiles = layout.key_tiles(total_k, block_n, spec, self.rows)
+        return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _head_counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
         """Return the query heads, the query heads per key head, and the heads that share the L2.
@@ -422,23 +606,27 @@ class LaunchConfig:
         slopes: torch.Tensor | None,
         layout: VarlenLayout,
         spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output (total_q, heads, head_dim_v) and the log-sum-exp (heads, total_q)."""
         run = self.prepare_forward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, *as_arguments(seed))  # type: ignore[no-any-return]
 
     def prepare_forward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
     ) -> Callable[..., Any]:
-        """Return a function of q, k, v and slopes that computes `forward` on these rows."""
+        """Return a function of q, k, v and slopes that computes `forward` on these rows.
+
+        With dropout it takes the seed too, an int64 tensor of one element.
+        """
         new = self.empty
         out_like = *contiguous((total_q, self.heads, self.v.head_dim)), self.dtype
         lse_like = *contiguous((self.heads, total_q)), torch.float32
         launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
 
-        def run(q, k, v, slopes):
+        def run(q, k, v, slopes, *seed):
             out, lse = new(*out_like), new(*lse_like)
-            launch(q, k, v, q if slopes is None else slopes, out, lse)
+            launch(q, k, v, q if slopes is None else slopes, out, lse, *seed)
             return out, lse
 
         return on_device(self.index, run)
@@ -455,10 +643,11 @@ class LaunchConfig:
         dlse: torch.Tensor | None,
         layout: VarlenLayout,
         spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v, contiguous; dlse has the shape of lse."""
         run = self.prepare_backward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, out, lse, dout, dlse, *as_arguments(seed))  # type: ignore[no-any-return]
 
     def prepare_backward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -476,7 +665,7 @@ class LaunchConfig:
         stats_like = *contiguous((2, self.heads, total_q)), torch.float32
         launches: dict[Any, Callable[..., None]] = {}
 
-        def run(q, k, v, slopes, out, lse, dout, dlse):
+        def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
             if dout is None:
                 dout = torch.zeros_like(out)
             strides = dout.stride(), None if dlse is None else dlse.stride()
@@ -499,6 +688,7 @@ class LaunchConfig:
                 dq,
                 dk,
                 dv,
+                *seed,
             )
             return dq, dk, dv
 
@@ -516,13 +706,19 @@ class PortableConfig(LaunchConfig):
         has_left: bool,
         has_right: bool,
         softcap: bool,
-        alibi: bool,
+        alibi: int,
+        dropout: bool,
         tf32: bool,
         tiles: Tiles | None = None,
     ):
         super().__init__(device, dtype, layouts)
         self.features = dict(
-            has_left=has_left, has_right=has_right, softcap=softcap, alibi=alibi, tf32=tf32
+            has_left=has_left,
+            has_right=has_right,
+            softcap=softcap,
+            alibi=alibi,
+            dropout=dropout,
+            tf32=tf32,
         )
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.head_dim, self.v.head_dim))
         if any(stride % 16 for x in layouts for stride in (x.token_stride, x.head_stride)):
@@ -530,7 +726,8 @@ class PortableConfig(LaunchConfig):
             # little shared memory if the two widths differ.
             block_d = block_dv = max(block_d, block_dv)
         self.kind = dtype.itemsize, max(block_d, block_dv, 32)
-        self.tiles = tiles or portable_tiles(device_info(device).capability, *self.kind)
+        capability = device_info(device).capability
+        self.tiles = tiles or portable_tiles(capability, *self.kind, dropout=dropout)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
         def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
@@ -547,6 +744,7 @@ class PortableConfig(LaunchConfig):
                     HAS_RIGHT=has_right,
                     SOFTCAP=softcap,
                     ALIBI=alibi,
+                    DROPOUT=dropout,
                     PRECISION="tf32" if tf32 else "tf32x3",
                     **constants,
                 ),
@@ -597,13 +795,20 @@ class PortableConfig(LaunchConfig):
 
     def _forward(self, layout, total_q, spec):
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
-        launch = self.forward_launch
+        launch, dropout = self.forward_launch, DropoutNumbers(spec.dropout)
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
-        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec)
-        args = bind_args(PortableForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
+        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec[:4])
+        args = bind_args(
+            PortableForwardArgs,
+            TILES=tiles,
+            **strides._asdict(),
+            **numbers._asdict(),
+            **dropout._asdict(),
+        )
 
-        def run(q, k, v, slopes, out, lse):
-            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse))
+        def run(q, k, v, slopes, out, lse, seed=None):
+            seed = q if seed is None else seed
+            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse, SEED=seed))
 
         return run
 
@@ -614,9 +819,9 @@ class PortableConfig(LaunchConfig):
             query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         if total_k > 0:
             key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dkdv_launch = self.dkdv_launch
+        dkdv_launch, dropout = self.dkdv_launch, DropoutNumbers(spec.dropout)
         dkdv_numbers = BackwardNumbers(
-            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec[:4]
         )
 
         def prepare(dout_strides, dlse_strides):
@@ -636,7 +841,7 @@ class PortableConfig(LaunchConfig):
                 total_q,
                 stats_stride,
                 *self._head_counts(self.heads, total_k),
-                *spec,
+                *spec[:4],
             )
             dkdv_strides = PortableDkdvStrides(
                 *self.strides,
@@ -647,16 +852,22 @@ class PortableConfig(LaunchConfig):
             )
 
             dq_args = bind_args(
-                PortableDqArgs, TILES=query_tiles, **dq_strides._asdict(), **dq_numbers._asdict()
+                PortableDqArgs,
+                TILES=query_tiles,
+                **dq_strides._asdict(),
+                **dq_numbers._asdict(),
+                **dropout._asdict(),
             )
             dkdv_args = bind_args(
                 PortableDkdvArgs,
                 TILES=key_tiles,
                 **dkdv_strides._asdict(),
                 **dkdv_numbers._asdict(),
+                **dropout._asdict(),
             )
 
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, seed=None):
+                seed = q if seed is None else seed
                 if query_tiles is not None:
                     args = dq_args(
                         Q=q,
@@ -669,11 +880,12 @@ class PortableConfig(LaunchConfig):
                         DLSE=dlse,
                         STATS=stats,
                         DQ=dq,
+                        SEED=seed,
                     )
                     dq_launch(dq_ctas, args)
                 if key_tiles is not None:
                     args = dkdv_args(
-                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv
+                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv, SEED=seed
                     )
                     dkdv_launch(dkdv_ctas, args)
 
@@ -687,7 +899,7 @@ def _base2_spec(spec: AttentionSpec) -> tuple[int, int, float, float]:
 
     The last factor that a kernel applies includes log2(e).
     """
-    window_left, window_right, scale, softcap = spec
+    window_left, window_right, scale, softcap, _ = spec
     if softcap:
         return window_left, window_right, scale / softcap, softcap * LOG2E
     return window_left, window_right, scale * LOG2E, 0.0
@@ -707,6 +919,8 @@ class Sm90Config(LaunchConfig):
         alibi: bool,
         same_offsets: bool,
         small_batch: bool,
+        long_rows: bool,
+        rows: Rows = ALL_ROWS,
     ):
         from ..sm90 import pipeline
         from . import backward_sm90, forward_sm90
@@ -719,7 +933,10 @@ class Sm90Config(LaunchConfig):
         window = window or softcap or alibi
         causal = causal and not window
         self.counter = pipeline.tile_counter
-        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch)
+        self.rows = rows
+        self.tiles = _sm90_tiles(
+            2, self.q.head_dim, self.v.head_dim, small_batch, long_rows, rows.merged
+        )
         self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
@@ -730,7 +947,7 @@ class Sm90Config(LaunchConfig):
             self.heads // self.k_heads,
             _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
-        m, n, stages, own_stages, self.ctas_per_sm = self.tiles.forward
+        m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
             dict(
@@ -742,14 +959,15 @@ class Sm90Config(LaunchConfig):
                 STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
+                MERGED=rows.merged,
                 **features,
             ),
-            dict(num_warps=4, maxnreg=_initial_registers(self.ctas_per_sm, m // 64)),
+            dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
-        m, n, stages, own_stages, _ = self.tiles.dq
+        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
         self.dq_launches = [
             Launch(
                 backward_sm90.attention_dq_sm90_kernel,
@@ -760,41 +978,87 @@ class Sm90Config(LaunchConfig):
                     STAGES=stages,
                     Q_STAGES=own_stages,
                     CONSUMERS=m // 64,
+                    MERGED=rows.merged,
                     **features,
                     HAS_DLSE=x,
+                    PING_PONG=m // 64 if ping_pong else 1,
                 ),
-                dict(num_warps=4, maxnreg=_initial_registers(1, m // 64), launch_pdl=True),
+                dict(
+                    num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64), launch_pdl=True
+                ),
                 (64, n, n, 64, 64),
                 args=DqArgs,
             )
             for x in (False, True)
         ]
-        m, n, stages, own_stages, _ = self.tiles.dkdv
+        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dkdv
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
-        self.dkdv_launches = [
-            Launch(
-                backward_sm90.attention_dkdv_sm90_kernel,
+        self.dkdv_launches, self.dkdv_split_launches = (
+            [
+                Launch(
+                    backward_sm90.attention_dkdv_sm90_kernel,
+                    dict(
+                        BLOCK_M=m,
+                        BLOCK_N=n,
+                        **values,
+                        HAS_DK=dk,
+                        HAS_DV=dv,
+                        STAGES=stages,
+                        K_STAGES=own_stages,
+                        CONSUMERS=n // 64,
+                        MERGED=rows.merged,
+                        **features,
+                        KV_IN_REGISTERS=width == 64 and causal and not rows.merged,
+                        SKIP_BLOCKS=width != 128,
+                        IN_FLOAT32=in_float32,
+                        PING_PONG=n // 64 if ping_pong else 1,
+                    ),
+                    dict(
+                        num_warps=4,
+                        maxnreg=_initial_registers(ctas_per_sm, n // 64),
+                        launch_pdl=True,
+                    ),
+                    (m, 64, 64, m),
+                    args=DkdvArgs,
+                )
+                for dk, dv in (
+                    [(True, False), (False, True)] if self.tiles.split_dkdv else [(True, True)]
+                )
+            ]
+            for in_float32 in (False, True)
+        )
+        #: Splits per key head -> the launch that sums over the splits.
+        self.sum_splits_launches: dict[int, Launch] = {}
+
+    def _count_splits(
+        self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
+    ) -> int:
+        """Return the number of splits of the query heads that share a key head."""
+        if self.rows != ALL_ROWS:  # sums over the splits of all rows, of which this config has some
+            return 1
+        num_rows = layout.cu_seqlens_q.shape[0] - 1
+        group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
+        block_n = self.tiles.dkdv.block_n
+        work = estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec)
+        return choose_splits(group, self.k_heads, total_k, dims, work, self.max_ctas)
+
+    def _sum_splits_launch(self, splits_per_khead: int) -> Launch:
+        """Return the launch that sums dk and dv over so many splits per key head."""
+        launch = self.sum_splits_launches.get(splits_per_khead)
+        if launch is None:
+            launch = self.sum_splits_launches[splits_per_khead] = Launch(
+                sum_splits.attention_sum_splits_kernel,
                 dict(
-                    BLOCK_M=m,
-                    BLOCK_N=n,
-                    **values,
-                    HAS_DK=dk,
-                    HAS_DV=dv,
-                    STAGES=stages,
-                    K_STAGES=own_stages,
-                    CONSUMERS=n // 64,
-                    **features,
-                    KV_IN_REGISTERS=width == 64 and causal,
-                    SKIP_BLOCKS=width != 128,
+                    NUM_SPLITS=splits_per_khead,
+                    HEAD_DIM=self.q.head_dim,
+                    HEAD_DIM_V=self.v.head_dim,
+                    BLOCK=_SUM_BLOCK,
+                    DEPENDENT=True,
                 ),
-                dict(num_warps=4, maxnreg=_initial_registers(1, n // 64), launch_pdl=True),
-                (m, 64, 64, m),
-                args=DkdvArgs,
+                dict(num_warps=4, launch_pdl=True),
+                args=SumSplitsArgs,
             )
-            for dk, dv in (
-                [(True, False), (False, True)] if self.tiles.split_dkdv else [(True, True)]
-            )
-        ]
+        return launch
 
     def _reads_in_place(self, dout: torch.Tensor) -> bool:
         token_stride, head_stride, last_stride = dout.stride()
@@ -809,9 +1073,8 @@ class Sm90Config(LaunchConfig):
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
         o_desc = _descriptor(out_layout)
-        tiles, ctas = self._query_tiles(
-            layout, total_q, self.tiles.forward.block_m, spec, self.ctas_per_sm
-        )
+        tile = self.tiles.forward
+        tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
         args = bind_args(ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
@@ -835,12 +1098,31 @@ class Sm90Config(LaunchConfig):
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
-        counter, device, dkdv_launches = self.counter, self.device, self.dkdv_launches
-        query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
-        key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dkdv_numbers = BackwardNumbers(
-            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
+        counter, device, k_heads = self.counter, self.device, self.k_heads
+        dq, dkdv = self.tiles.dq, self.tiles.dkdv
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
+        splits = self._count_splits(layout, total_q, total_k, spec)
+        key_tiles, dkdv_ctas = self._key_tiles(
+            layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm, splits
         )
+        dkdv_launches = self.dkdv_launches if splits == 1 else self.dkdv_split_launches
+        *_, heads_in_l2 = self._head_counts(k_heads * splits, total_q)
+        dkdv_numbers = DkdvNumbers(
+            total_q,
+            stats_stride,
+            self.heads,
+            self.heads // (k_heads * splits),
+            splits,
+            heads_in_l2,
+            *base2_spec,
+        )
+        k_rows, new = total_k * k_heads, self.empty
+        dk_like, dv_like = (
+            (*contiguous((k_rows, splits, x.head_dim)), torch.float32) for x in (self.q, self.v)
+        )
+        if splits > 1:
+            sum_launch = self._sum_splits_launch(splits)
+            sum_ctas = sum(triton.cdiv(k_rows * x.head_dim, _SUM_BLOCK) for x in (self.q, self.v))
 
         def prepare(dout_strides, dlse_strides):
             stride_dom, stride_doh, _ = dout_strides
@@ -865,8 +1147,8 @@ class Sm90Config(LaunchConfig):
             dkdv_strides = DkdvStrides(
                 *self.head_strides,
                 stride_doh=stride_doh,
-                stride_dkn=self.k_heads * head_dim,
-                stride_dvn=self.k_heads * self.v.head_dim,
+                stride_dkn=k_heads * splits * head_dim,
+                stride_dvn=k_heads * splits * self.v.head_dim,
             )
             dq_args = bind_args(
                 DqArgs, TILES=query_tiles, **dq_strides._asdict(), **dq_numbers._asdict()
@@ -892,6 +1174,7 @@ class Sm90Config(LaunchConfig):
                     COUNTER=count,
                 )
                 dq_launch(dq_ctas, args)
+                dk_splits, dv_splits = (new(*dk_like), new(*dv_like)) if splits > 1 else (dk, dv)
                 args = dkdv_args(
                     q_desc=q_tma,
                     k_desc=k_tma,
@@ -899,12 +1182,51 @@ class Sm90Config(LaunchConfig):
                     do_desc=do_tma,
                     SLOPES=slopes,
                     STATS=stats,
-                    DK=dk,
-                    DV=dv,
+                    DK=dk_splits,
+                    DV=dv_splits,
                     COUNTER=count,
                 )
                 for launch in dkdv_launches:
                     launch(dkdv_ctas, args)
+                if splits > 1:
+                    args = SumSplitsArgs(
+                        DK_SPLITS=dk_splits, DV_SPLITS=dv_splits, DK=dk, DV=dv, rows=k_rows
+                    )
+                    sum_launch(sum_ctas, args)
+
+            return run
+
+        return prepare
+
+
+class Sm90MixedConfig(LaunchConfig):
+    """Launch config of two launches per kernel: short rows, which share tiles, and other rows."""
+
+    def __init__(self, short: Sm90Config, other: Sm90Config):
+        super().__init__(short.device, short.dtype, (short.q, short.k, short.v))
+        self.short, self.other = short, other
+        self._reads_in_place = other._reads_in_place
+
+    def _forward(self, layout, total_q, spec):
+        short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+
+        def run(*args):
+            other(*args)
+            short(*args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        prepare_short, prepare_other = (
+            x._backward(layout, total_q, total_k, spec) for x in (self.short, self.other)
+        )
+
+        def prepare(*strides):
+            short, other = prepare_short(*strides), prepare_other(*strides)
+
+            def run(*args):
+                other(*args)
+                short(*args)
 
             return run
 

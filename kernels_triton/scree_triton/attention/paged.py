@@ -630,8 +630,10 @@ def is_decoding(call: Any) -> bool:
     """
     q, k, v = call.q.values, call.k.values, call.v.values
     rows = call.q.layout.max_length_bound * (q.shape[1] // max(k.shape[1], 1))
+    has_row_slopes = call.alibi_slopes is not None and call.alibi_slopes.ndim == 2
     return (
-        call.k.layout is not call.q.layout
+        not (call.dropout or has_row_slopes)
+        and call.k.layout is not call.q.layout
         and rows <= _MIN_ROWS
         and rows < call.k.layout.max_length_bound
         and not any(x.requires_grad for x in (q, k, v))
@@ -645,7 +647,7 @@ def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
     """
     return_lse, n, max_length = call.return_lse, call.q.batch_size, call.q.layout.max_length_bound
     has_slopes = call.alibi_slopes is not None
-    options = Spec(*spec, value_scale=1.0, split_size=0, return_lse=return_lse)
+    options = Spec(*spec[:4], value_scale=1.0, split_size=0, return_lse=return_lse)
     prepared: dict[bool, Callable[..., Any]] = {}
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:

@@ -20,7 +20,11 @@ Scores are kept in base 2: the factor log2(e) is folded into the scale, so exp2 
 multiplication of its own.
 
 With ALiBi (Press et al., 2021, arXiv:2108.12409) the head's slope times the distance between query
-and key is subtracted from each score.
+and key is subtracted from each score. Slopes are loaded per head (``ALIBI == 1``) or from a table
+(total_q, heads) at the first query of the row (``ALIBI == 2``).
+
+With dropout the random numbers of `scree.ops.philox` are computed again in each kernel. Dropped
+weights count in the softmax, but not in the output.
 """
 
 import triton
@@ -169,6 +173,46 @@ def _distance(offs_m, offs_n, diagonal_offset):
 
 
 @triton.jit
+def _load_slope(SLOPES, q_offset, seqlen_q, heads, head, ALIBI: tl.constexpr):
+    """Return the slope of a head in a row, times log2(e)."""
+    if ALIBI == 2:
+        # A row without queries may begin after the end of the table.
+        return tl.load(SLOPES + q_offset * heads + head, mask=seqlen_q > 0, other=0.0) * LOG2E
+    return tl.load(SLOPES + head) * LOG2E
+
+
+@triton.jit
+def _kept_pairs(seed, dropout, row_start, head, start_m, in_m, start_n, in_n):
+    """Return whether dropout keeps the pairs of queries and keys of a tile.
+
+    Queries are ``start_m + in_m`` and keys ``start_n + in_n``; the starts are multiples of 16 and
+    the other two broadcast together. `scree.ops.philox` defines the random numbers. The constant
+    part of a position selects the bits, so that the compiler merges the calls of a thread.
+    """
+    words = tl.philox(
+        seed,
+        (start_m >> 1) + ((in_m & 7) | ((in_m >> 4) << 3)),
+        (start_n >> 2) + (((in_n >> 1) & 3) | ((in_n >> 4) << 2)),
+        row_start.to(tl.int32),
+        head.to(tl.int32),
+        7,
+    )
+    is_upper_m, is_upper_n = ((in_m >> 3) & 1) == 1, ((in_n >> 3) & 1) == 1
+    low = tl.where(is_upper_n, words[1], words[0])
+    high = tl.where(is_upper_n, words[3], words[2])
+    word = tl.where(is_upper_m, high, low)
+    # Even keys take the lower 16 bits; moved up, they decide the comparison of the whole words.
+    shift = ((in_n & 1) ^ 1) << 4
+    return (word << shift.to(tl.uint32)) >= (dropout.to(tl.uint32) << 16)
+
+
+@triton.jit
+def _kept_scale(dropout):
+    """Return the factor of the weights that dropout keeps."""
+    return 65536.0 / (65536 - dropout).to(tl.float32)
+
+
+@triton.jit
 def _forward_step(
     acc,
     row_max,
@@ -187,6 +231,11 @@ def _forward_step(
     scale,
     softcap,
     slope,
+    seed,
+    dropout,
+    row_start,
+    head,
+    start_m,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -196,6 +245,7 @@ def _forward_step(
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -229,6 +279,10 @@ def _forward_step(
     p = tl.exp2(qk * factor - row_max_new[:, None])
     alpha = tl.exp2(row_max - row_max_new)
     row_sum = row_sum * alpha + tl.sum(p, 1)
+    if DROPOUT:
+        in_m, in_n = tl.arange(0, q.shape[0])[:, None], tl.arange(0, BLOCK_N)[None, :]
+        kept = _kept_pairs(seed, dropout, row_start, head, start_m, in_m, start_n, in_n)
+        p = tl.where(kept, p, 0.0)
     v = _load_tile(V, start_n, seqlen_k, stride_vn, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max_new, row_sum
@@ -243,6 +297,7 @@ def attention_forward_kernel(
     OUT,
     LSE,
     TILES,
+    SEED,
     stride_qm,
     stride_qh,
     stride_kn,
@@ -258,6 +313,7 @@ def attention_forward_kernel(
     window_right,
     scale,
     softcap,
+    dropout,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -268,6 +324,7 @@ def attention_forward_kernel(
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute OUT (total_q, heads, HEAD_DIM_V) and LSE (heads, total_q).
@@ -287,7 +344,8 @@ def attention_forward_kernel(
     Q += q_offset * stride_qm + head * stride_qh
     K += k_offset * stride_kn + head // qheads_per_khead * stride_kh
     V += k_offset * stride_vn + head // qheads_per_khead * stride_vh
-    slope = tl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
+    slope = _load_slope(SLOPES, q_offset, seqlen_q, heads, head, ALIBI) if ALIBI else 0.0
+    seed = tl.load(SEED) if DROPOUT else 0
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = _load_tile(Q, start_m, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -324,6 +382,11 @@ def attention_forward_kernel(
                 scale,
                 softcap,
                 slope,
+                seed,
+                dropout,
+                q_offset,
+                head,
+                start_m,
                 HEAD_DIM,
                 HEAD_DIM_V,
                 BLOCK_D,
@@ -333,6 +396,7 @@ def attention_forward_kernel(
                 HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
+                DROPOUT,
                 True,
                 PRECISION,
             )
@@ -355,6 +419,11 @@ def attention_forward_kernel(
             scale,
             softcap,
             slope,
+            seed,
+            dropout,
+            q_offset,
+            head,
+            start_m,
             HEAD_DIM,
             HEAD_DIM_V,
             BLOCK_D,
@@ -364,6 +433,7 @@ def attention_forward_kernel(
             HAS_RIGHT,
             SOFTCAP,
             ALIBI,
+            DROPOUT,
             False,
             PRECISION,
         )
@@ -386,6 +456,11 @@ def attention_forward_kernel(
             scale,
             softcap,
             slope,
+            seed,
+            dropout,
+            q_offset,
+            head,
+            start_m,
             HEAD_DIM,
             HEAD_DIM_V,
             BLOCK_D,
@@ -395,11 +470,14 @@ def attention_forward_kernel(
             HAS_RIGHT,
             SOFTCAP,
             ALIBI,
+            DROPOUT,
             True,
             PRECISION,
         )
     has_key = row_sum > 0.0
     acc = acc / tl.where(has_key, row_sum, 1.0)[:, None]
+    if DROPOUT:
+        acc = acc * _kept_scale(dropout)
     lse = tl.where(
         has_key, (row_max + tl.log2(tl.where(has_key, row_sum, 1.0))) * LN2, -float("inf")
     )
@@ -477,6 +555,11 @@ def _dq_step(
     scale,
     softcap,
     slope,
+    seed,
+    dropout,
+    row_start,
+    head,
+    start_m,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -486,6 +569,7 @@ def _dq_step(
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -504,6 +588,10 @@ def _dq_step(
         HAS_LEFT,
         HAS_RIGHT,
     )
+    if DROPOUT:
+        in_m, in_n = tl.arange(0, q.shape[0])[:, None], tl.arange(0, BLOCK_N)[None, :]
+        kept = _kept_pairs(seed, dropout, row_start, head, start_m, in_m, start_n, in_n)
+        dp = tl.where(kept, dp * _kept_scale(dropout), 0.0)
     _, ds = _score_gradient(
         qk,
         dp,
@@ -536,6 +624,7 @@ def attention_dq_kernel(
     STATS,
     DQ,
     TILES,
+    SEED,
     stride_qm,
     stride_qh,
     stride_kn,
@@ -557,6 +646,7 @@ def attention_dq_kernel(
     window_right,
     scale,
     softcap,
+    dropout,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -567,6 +657,7 @@ def attention_dq_kernel(
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
@@ -588,7 +679,8 @@ def attention_dq_kernel(
     Q += q_offset * stride_qm + head * stride_qh
     K += k_offset * stride_kn + head // qheads_per_khead * stride_kh
     V += k_offset * stride_vn + head // qheads_per_khead * stride_vh
-    slope = tl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
+    slope = _load_slope(SLOPES, q_offset, seqlen_q, heads, head, ALIBI) if ALIBI else 0.0
+    seed = tl.load(SEED) if DROPOUT else 0
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < seqlen_q
     q = _load_tile(Q, start_m, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, True)
@@ -654,6 +746,11 @@ def attention_dq_kernel(
                 scale,
                 softcap,
                 slope,
+                seed,
+                dropout,
+                q_offset,
+                head,
+                start_m,
                 HEAD_DIM,
                 HEAD_DIM_V,
                 BLOCK_D,
@@ -663,6 +760,7 @@ def attention_dq_kernel(
                 HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
+                DROPOUT,
                 True,
                 PRECISION,
             )
@@ -686,6 +784,11 @@ def attention_dq_kernel(
             scale,
             softcap,
             slope,
+            seed,
+            dropout,
+            q_offset,
+            head,
+            start_m,
             HEAD_DIM,
             HEAD_DIM_V,
             BLOCK_D,
@@ -695,6 +798,7 @@ def attention_dq_kernel(
             HAS_RIGHT,
             SOFTCAP,
             ALIBI,
+            DROPOUT,
             False,
             PRECISION,
         )
@@ -718,6 +822,11 @@ def attention_dq_kernel(
             scale,
             softcap,
             slope,
+            seed,
+            dropout,
+            q_offset,
+            head,
+            start_m,
             HEAD_DIM,
             HEAD_DIM_V,
             BLOCK_D,
@@ -727,6 +836,7 @@ def attention_dq_kernel(
             HAS_RIGHT,
             SOFTCAP,
             ALIBI,
+            DROPOUT,
             True,
             PRECISION,
         )
@@ -764,6 +874,11 @@ def _dkdv_step(
     scale,
     softcap,
     slope,
+    seed,
+    dropout,
+    row_start,
+    head,
+    start_n,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -773,6 +888,7 @@ def _dkdv_step(
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -798,6 +914,10 @@ def _dkdv_step(
         HAS_LEFT,
         HAS_RIGHT,
     )
+    if DROPOUT:
+        in_m, in_n = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, k.shape[0])[:, None]
+        kept = _kept_pairs(seed, dropout, row_start, head, start_m, in_m, start_n, in_n)
+        dp = tl.where(kept, dp * _kept_scale(dropout), 0.0)
     p, ds = _score_gradient(
         qk,
         dp,
@@ -814,6 +934,8 @@ def _dkdv_step(
         ALIBI,
         MASK,
     )
+    if DROPOUT:
+        p = tl.where(kept, p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -830,6 +952,7 @@ def attention_dkdv_kernel(
     DK,
     DV,
     TILES,
+    SEED,
     stride_qm,
     stride_qh,
     stride_kn,
@@ -849,6 +972,7 @@ def attention_dkdv_kernel(
     window_right,
     scale,
     softcap,
+    dropout,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -859,6 +983,7 @@ def attention_dkdv_kernel(
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute DK and DV, one key tile and key head per CTA.
@@ -896,6 +1021,7 @@ def attention_dkdv_kernel(
         BLOCK_DV,
         True,
     )
+    seed = tl.load(SEED) if DROPOUT else 0
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # For keys, the left and right sides of the window are swapped.
@@ -915,7 +1041,7 @@ def attention_dkdv_kernel(
         Q_HEAD = Q + q_offset * stride_qm + q_head * stride_qh
         DO_HEAD = DO + q_offset * stride_dom + q_head * stride_doh
         STATS_HEAD = STATS + q_head * total_q + q_offset
-        slope = tl.load(SLOPES + q_head) * LOG2E if ALIBI else 0.0
+        slope = _load_slope(SLOPES, q_offset, seqlen_q, heads, q_head, ALIBI) if ALIBI else 0.0
         if HAS_RIGHT:
             for start_m in range(begin, full_begin, BLOCK_M):
                 dk, dv = _dkdv_step(
@@ -939,6 +1065,11 @@ def attention_dkdv_kernel(
                     scale,
                     softcap,
                     slope,
+                    seed,
+                    dropout,
+                    q_offset,
+                    q_head,
+                    start_n,
                     HEAD_DIM,
                     HEAD_DIM_V,
                     BLOCK_D,
@@ -948,6 +1079,7 @@ def attention_dkdv_kernel(
                     HAS_RIGHT,
                     SOFTCAP,
                     ALIBI,
+                    DROPOUT,
                     True,
                     PRECISION,
                 )
@@ -973,6 +1105,11 @@ def attention_dkdv_kernel(
                 scale,
                 softcap,
                 slope,
+                seed,
+                dropout,
+                q_offset,
+                q_head,
+                start_n,
                 HEAD_DIM,
                 HEAD_DIM_V,
                 BLOCK_D,
@@ -982,6 +1119,7 @@ def attention_dkdv_kernel(
                 HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
+                DROPOUT,
                 False,
                 PRECISION,
             )
@@ -1007,6 +1145,11 @@ def attention_dkdv_kernel(
                 scale,
                 softcap,
                 slope,
+                seed,
+                dropout,
+                q_offset,
+                q_head,
+                start_n,
                 HEAD_DIM,
                 HEAD_DIM_V,
                 BLOCK_D,
@@ -1016,9 +1159,12 @@ def attention_dkdv_kernel(
                 HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
+                DROPOUT,
                 True,
                 PRECISION,
             )
+    if DROPOUT:
+        dv = dv * _kept_scale(dropout)
     dk_row = k_offset * stride_dkn
     _store_tile(
         DK + dk_row + head * HEAD_DIM,

@@ -12,6 +12,10 @@ SOFTCAP
     Scores are softcap * tanh(scores / softcap). Then `scale` makes the argument of the tanh, and
     `softcap` includes the factor log2(e); otherwise `scale` includes that factor.
 
+MERGED
+    A tile holds one or more adjacent rows of self-attention in full. Each query attends keys of its
+    own row only, and no number that is not finite reaches another row.
+
 Without WINDOW, the loops over blocks are split by whether a block needs a mask. With WINDOW, one
 loop tests each block, which takes fewer registers. ALIBI and SOFTCAP are compiled only together
 with WINDOW, to compile fewer variants.
@@ -19,7 +23,9 @@ with WINDOW, to compile fewer variants.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ..sm90.pipeline import as_matrix, start_mma, wait_mma, zero_accumulators
 from .constants import LN2, LOG2E
 
 
@@ -166,3 +172,68 @@ def score_derivative(scale, softcap, SOFTCAP: gl.constexpr):
 def partial_row_sums(p):
     """Sum rows, but not over the eight columns of a quad of threads, so loops need no shuffles."""
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
+
+
+# --- Tiles of several rows
+@gluon.jit
+def is_between(offs, first, end):
+    """Return a matrix of which tokens `offs` are in the range of each row."""
+    return (offs[None, :] >= first[:, None]) & (offs[None, :] < end[:, None])
+
+
+@gluon.constexpr_function
+def _token_layout(ring):
+    """Return a layout of the tiles of a ring, with 8 adjacent numbers per thread."""
+    columns = ring.shape[-1]
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def find_infinite_tokens(ring, slot, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
+    """Return 1 for the tokens in a slot of a ring that have a number that is not finite, else 0."""
+    LAYOUT_RING: gl.constexpr = _token_layout(ring)
+    TOKENS: gl.constexpr = ring.shape[3]
+    found = gl.zeros([TOKENS], gl.int32, gl.SliceLayout(1, LAYOUT_RING))
+    for n in gl.static_range(PARTS):
+        x = as_matrix(ring.index(slot * PARTS + n)).load(LAYOUT_RING)
+        is_finite = gl.abs(x.to(gl.float32)) < float("inf")
+        found = gl.maximum(found, gl.max(gl.where(is_finite, 0, 1), 1))
+    return gl.convert_layout(found, LAYOUT)
+
+
+@gluon.jit
+def zero_tokens(ring, slot, is_zeroed, PARTS: gl.constexpr):
+    """Set tokens in a slot of a ring to 0."""
+    LAYOUT: gl.constexpr = _token_layout(ring)
+    is_zeroed = gl.convert_layout(is_zeroed, gl.SliceLayout(1, LAYOUT))[:, None] > 0
+    for n in gl.static_range(PARTS):
+        tile = as_matrix(ring.index(slot * PARTS + n))
+        x = tile.load(LAYOUT)
+        tile.store(gl.where(is_zeroed, 0.0, x).to(x.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def isolate_rows(acc, weights, ring, slot, first, end, offs, PARTS: gl.constexpr):
+    """Recompute weights @ b where a number of b that is not finite reached the results of other rows.
+
+    b is in a slot of a ring, and is changed there. A weight of 0 does not suffice, as 0 * inf is
+    NaN. Rows that have such a number themselves keep their results.
+    """
+    nan_count = 0
+    for n in gl.static_range(PARTS):
+        nan_count += gl.max(gl.max((acc[n] != acc[n]).to(gl.int32), 1), 0)
+    if nan_count > 0:
+        LAYOUT_ACC: gl.constexpr = acc[0].type.layout
+        LAYOUT_OFFS: gl.constexpr = offs.type.layout
+        not_finite = find_infinite_tokens(ring, slot, LAYOUT_OFFS, PARTS)
+        zero_tokens(ring, slot, not_finite, PARTS)
+        keeps = gl.max(gl.where(is_between(offs, first, end), not_finite[None, :], 0), 1)
+        keeps = gl.convert_layout(keeps, gl.SliceLayout(1, LAYOUT_ACC))[:, None] > 0
+        selected = ()
+        for n in gl.static_range(PARTS):
+            finite = zero_accumulators(acc[0].shape[0], 1, LAYOUT_ACC)
+            finite = wait_mma(0, start_mma(weights, ring, slot * PARTS + n, finite, 1), weights, 1)
+            selected += (gl.where(keeps, acc[n], finite[0]),)
+        acc = selected
+    return acc

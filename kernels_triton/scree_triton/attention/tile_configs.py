@@ -26,7 +26,8 @@ class Sm90Tile(NamedTuple):
     """Queries and keys of a tile of a Gluon kernel, and the stages of its rings.
 
     `own_stages` are the stages of the side that the tile cuts: the queries in forward and dq, the
-    keys in dkdv. `ctas_per_sm` is the number of CTAs that share an SM.
+    keys in dkdv. `ctas_per_sm` is the number of CTAs that share an SM. `ping_pong` makes the warp
+    groups of dq or dkdv start their products one after another, as in every forward.
     """
 
     block_m: int
@@ -34,6 +35,7 @@ class Sm90Tile(NamedTuple):
     stages: int
     own_stages: int
     ctas_per_sm: int = 1
+    ping_pong: bool = False
 
 
 class Sm90Tiles(NamedTuple):
@@ -56,8 +58,10 @@ def _sm90(forward: tuple, dq: tuple, dkdv: tuple, split_dkdv: bool = False) -> S
 #: H100.
 SM90_TILES = {
     (2, 32): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
-    (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2)),
+    (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2, 1, True)),
+    (2, 96): _sm90((192, 64, 4, 2, 1), (192, 64, 3, 1, 1, True), (64, 128, 3, 2)),
     (2, 128): _sm90((192, 64, 3, 2, 1), (128, 64, 3, 2), (64, 128, 3, 1)),
+    (2, 160): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (32, 128, 4, 1)),
     (2, 192, 128): _sm90((192, 64, 3, 1, 1), (128, 64, 3, 1), (32, 128, 4, 1)),
     (2, 192): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (32, 128, 3, 1), split_dkdv=True),
     (2, 256): _sm90((128, 64, 2, 1, 1), (128, 32, 2, 1), (32, 128, 2, 1), split_dkdv=True),
@@ -73,7 +77,36 @@ SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
 SM90_SMALL_BATCH_TILES = {
     SM90_TILES[2, 32]: SM90_TILES[2, 32]._replace(dkdv=Sm90Tile(64, 128, 6, 2)),
     SM90_TILES[2, 64]: SM90_TILES[2, 64]._replace(dq=Sm90Tile(128, 64, 6, 2)),
+    SM90_TILES[2, 96]: SM90_TILES[2, 96]._replace(
+        forward=Sm90Tile(64, 64, 3, 2, 2), dq=Sm90Tile(128, 64, 3, 2)
+    ),
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
+}
+
+#: A batch has long rows if the row of a mean pair of query and key is known to have this length.
+#: Small tiles would read the keys more often than the L2 cache can deliver them.
+LONG_SEQLEN = 4096
+#: Tiles of a table above -> tiles for long rows.
+SM90_LONG_ROW_TILES = {
+    SM90_TILES[2, 64]: SM90_TILES[2, 64]._replace(
+        forward=Sm90Tile(192, 128, 3, 2, 1), dq=Sm90Tile(192, 64, 6, 2, 1, True)
+    ),
+    SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(dq=Sm90Tile(192, 64, 2, 1)),
+}
+
+#: Rows with at most MERGED_SEQLEN queries and keys share tiles, in launches of their own, if the mean
+#: row has at most MERGED_MEAN_SEQLEN tokens, and there are at least MANY_ROWS rows over all heads.
+MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS = 64, 96, 3000
+#: By the wider padded head_dim, half precision. A tile has MERGED_SEQLEN tokens of the rows that it
+#: cuts, and as many keys in forward and dq. Measured on an H200.
+SM90_MERGED_TILES = {
+    32: _sm90((64, 64, 2, 2, 4), (64, 64, 2, 2, 4), (32, 64, 2, 2, 4)),
+    64: _sm90((64, 64, 2, 2, 4), (64, 64, 2, 2, 3), (64, 64, 2, 2, 2)),
+    96: _sm90((64, 64, 2, 2, 2), (64, 64, 1, 2, 2), (32, 64, 3, 1, 2)),
+    128: _sm90((64, 64, 2, 2, 2), (64, 64, 1, 2, 2), (32, 64, 3, 1, 2)),
+    160: _sm90((64, 64, 1, 1, 2), (64, 64, 1, 1, 2), (64, 64, 1, 1, 2), split_dkdv=True),
+    192: _sm90((64, 64, 1, 1, 2), (64, 64, 1, 1, 2), (64, 64, 1, 1, 2), split_dkdv=True),
+    256: _sm90((64, 64, 2, 2, 1), (64, 64, 1, 1, 1), (32, 64, 2, 1, 1), split_dkdv=True),
 }
 
 # By bytes per element and padded head_dim. Measured on Hopper.
@@ -98,9 +131,13 @@ _SMALL_SMEM = {
     (4, 128): Tiles(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
     (4, 256): Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
+#: Tile of dK and dV -> the tile with dropout, whose random numbers need registers.
+_DROPOUT_DKDV = {Tile(32, 128, 4, 2): Tile(32, 128, 8, 2)}
 
 
-def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> Tiles:
+def portable_tiles(
+    capability: tuple[int, int], itemsize: int, block_d: int, dropout: bool = False
+) -> Tiles:
     """Return the tiles of the portable kernels.
 
     Parameters
@@ -111,5 +148,10 @@ def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> 
         Bytes per element.
     block_d
         The wider padded head_dim of q and v, at least 32.
+    dropout
+        Whether the call has dropout.
     """
-    return (_LARGE_SMEM if capability in LARGE_SHARED_MEMORY else _SMALL_SMEM)[itemsize, block_d]
+    tiles = (_LARGE_SMEM if capability in LARGE_SHARED_MEMORY else _SMALL_SMEM)[itemsize, block_d]
+    if dropout:
+        tiles = tiles._replace(dkdv=_DROPOUT_DKDV.get(tiles.dkdv, tiles.dkdv))
+    return tiles

@@ -193,7 +193,7 @@ def grouped_product_kernel(
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     if row < n:
-        x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
+        x = X + (start + token)[:, None] * x_stride + k[None, :]
         w_row = W + row.to(tl.int64) * w_group
         w = w_row + k.to(tl.int64)[:, None] * w_k + m.to(tl.int64)[None, :] * w_m
         for depth in range(0, K, BLOCK_K):
@@ -207,8 +207,8 @@ def grouped_product_kernel(
                 b = tl.load(w, mask=(depth + k < K)[:, None] & (m < M)[None, :], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="tf32x3")
             x += BLOCK_K
-            w += BLOCK_K * w_k
-    out = OUT + start * M + token[:, None] * M + m[None, :]
+            w += tl.full([], BLOCK_K, tl.int64) * w_k
+    out = OUT + (start + token)[:, None] * M + m[None, :]
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=valid & (m < M)[None, :])
 
 
@@ -237,16 +237,16 @@ def grouped_weight_kernel(
     start = tl.load(OFFSETS + row).to(tl.int64)
     length = (tl.load(OFFSETS + row + 1) - start).to(tl.int32)
     token = tl.arange(0, BLOCK_T)
-    x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
-    dy = DY + start * dy_stride + token[:, None] * dy_stride + m[None, :]
+    x = X + (start + token)[:, None] * x_stride + k[None, :]
+    dy = DY + (start + token)[:, None] * dy_stride + m[None, :]
     acc = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
     for token_start in range(0, length, BLOCK_T):
         valid = (token_start + token < length)[:, None]
         a = tl.load(x, mask=valid & (k < K)[None, :], other=0.0)
         b = tl.load(dy, mask=valid & (m < M)[None, :], other=0.0)
         acc = tl.dot(tl.trans(a), b, acc, input_precision="tf32x3")
-        x += BLOCK_T * x_stride
-        dy += BLOCK_T * dy_stride
+        x += tl.full([], BLOCK_T, tl.int64) * x_stride
+        dy += tl.full([], BLOCK_T, tl.int64) * dy_stride
     out = DW + (row.to(tl.int64) * K + k[:, None]) * M + m[None, :]
     tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
 

@@ -6,6 +6,14 @@ the logits, in which each column of a block keeps its own maximum and sum (onlin
 Gimelshein, 2018); the columns are reduced at the end. The gradient takes a second pass, which finds
 the logits in the cache if it comes directly after the first. Both kernels can write in place. An
 ignored token is not read, except by `cross_entropy_tokens_kernel` for a gradient alone.
+
+With s the softcapped logits, w the class weights, W their sum, e the label smoothing, y the target,
+and lse = log(sum(exp(s))), the loss of a token of C classes is::
+
+    (1 - e) * w[y] * (lse - s[y]) + e / C * sum(w * (lse - s)) + z_loss * lse**2
+
+Its gradient with respect to s is ``a * softmax(s) - b * one_hot(y) - e / C * w``, where
+``b = (1 - e) * w[y]`` and ``a = b + e / C * W + 2 * z_loss * lse``.
 """
 
 from functools import cache
@@ -18,10 +26,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..runtime.device import INTERPRETED, device_info
 from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
-from .reductions import Targets
+from .reductions import HEADER, PLAIN, LossOptions, Targets
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NONE = tl.constexpr(-1.0)
+#: Numbers before the class weights.
+_HEADER = tl.constexpr(HEADER)
 
 
 @triton.jit
@@ -91,6 +101,17 @@ def _load_tile(
 
 
 @triton.jit
+def _cap(x, softcap):
+    """Return softcap * tanh(x / softcap)."""
+    return softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * _LOG2E / softcap)) + 1.0)
+
+
+@triton.jit
+def _finite_or_zero(x):
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
 def _update_softmax(x, maximum, total):
     """Update the maximum and the sum of exponentials of each column with (DEEP, LANES) more logits."""
     new_maximum = tl.maximum(maximum, tl.max(x, 0))
@@ -101,13 +122,190 @@ def _update_softmax(x, maximum, total):
 
 
 @triton.jit
-def _logit_gradient(x, index, target_index, maximum, factor, scale):
-    """Return the gradient of some logits: `factor` times (softmax - one_hot(goal)).
+def _visit_tile(
+    X,
+    WEIGHTS,
+    at,
+    lead,
+    target,
+    target_logit,
+    maxima,
+    sums,
+    differences,
+    earlier_maxima,
+    earlier,
+    softcap,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    DEEP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ACCURACY: tl.constexpr,
+):
+    """Update the statistics of each column with (DEEP, LANES) more logits.
 
-    `scale` is the factor divided by the sum of exponentials.
+    They are the maximum, the sum of exponentials, and with SMOOTHED the sum of the weighted
+    differences to the logit of the target. With ACCURACY they include the maximum of the tiles that
+    end before the target, and the end of the last such tile.
     """
+    x, index = _load_tile(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, POLICY)
+    is_logit = (index >= lead) & (index < lead + V)
+    if CAPPED:
+        x = _cap(x, softcap)
+        if MASKED:
+            x = tl.where(is_logit, x, -float("inf"))
+    maxima, sums = _update_softmax(x, maxima, sums)
+    if SMOOTHED:
+        difference = _finite_or_zero(target_logit) - x
+        if WEIGHTED:
+            difference *= tl.load(WEIGHTS + (index - lead), mask=is_logit, other=0.0)
+        if MASKED:
+            difference = tl.where(is_logit, difference, 0.0)
+        differences += tl.sum(difference, 0)
+    if ACCURACY:
+        is_earlier = at + LANES * DEEP <= lead + target
+        earlier_maxima = tl.where(is_earlier, maxima, earlier_maxima)
+        earlier = tl.where(is_earlier, at + LANES * DEEP, earlier)
+    return maxima, sums, differences, earlier_maxima, earlier
+
+
+@triton.jit
+def _is_first_maximum(
+    X,
+    lead,
+    target,
+    target_logit,
+    maximum,
+    earlier_maximum,
+    earlier,
+    softcap,
+    LANES: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Return whether the target is the first class with the largest logit.
+
+    `earlier_maximum` is the largest logit before the index `earlier`. Logits from there to the
+    target are read again, if they decide.
+    """
+    is_first = (target_logit == maximum) & (earlier_maximum < maximum)
+    if is_first:
+        lane_is_lower = tl.full([LANES], 1, tl.int32)
+        for at in range(earlier, lead + target, LANES):
+            index = at + tl.arange(0, LANES)
+            mask = (index >= lead) & (index < lead + target)
+            x = tl.load(X + index, mask=mask, other=-float("inf")).to(tl.float32)
+            if CAPPED:
+                x = _cap(x, softcap)
+            lane_is_lower = tl.minimum(lane_is_lower, ((x < maximum) | (mask == 0)).to(tl.int32))
+        is_first = tl.min(lane_is_lower, 0) == 1
+    return is_first
+
+
+@triton.jit
+def _token_loss(
+    log_sum,
+    maximum,
+    target_logit,
+    target_weight,
+    weight_sum,
+    difference,
+    smoothing,
+    smoothing_per_class,
+    z_loss,
+    SMOOTHED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SQUARED: tl.constexpr,
+):
+    """Return the loss of some tokens from their statistics.
+
+    `difference` is the weighted sum of the differences of all logits to the logit of the target.
+    """
+    loss = log_sum + (maximum - target_logit)
+    if WEIGHTED:
+        loss *= target_weight
+    if SMOOTHED:
+        from_target = log_sum + (maximum - _finite_or_zero(target_logit))
+        if WEIGHTED:
+            smooth = (from_target * weight_sum + difference) * smoothing_per_class
+        else:
+            smooth = from_target * smoothing + difference * smoothing_per_class
+        loss = loss * (1.0 - smoothing) + smooth
+    if SQUARED:
+        log_sum_exp = log_sum + maximum
+        loss += z_loss * log_sum_exp * log_sum_exp
+    return loss
+
+
+@triton.jit
+def _gradient_factors(
+    factor,
+    total,
+    maximum,
+    target_weight,
+    weight_sum,
+    smoothing,
+    smoothing_per_class,
+    z_loss,
+    SMOOTHED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SQUARED: tl.constexpr,
+):
+    """Return the factors of exponentials, of the target, and of all classes in the gradient.
+
+    `factor` is the gradient of the loss of a token, and `total` its sum of exponentials.
+    """
+    of_target = factor
+    if WEIGHTED:
+        of_target *= target_weight
+    of_softmax = of_target
+    if SMOOTHED:
+        if WEIGHTED:
+            smooth = factor * smoothing_per_class * weight_sum
+        else:
+            smooth = factor * smoothing
+        of_target *= 1.0 - smoothing
+        of_softmax = of_target + smooth
+    if SQUARED:
+        of_softmax += factor * 2.0 * z_loss * (tl.log(total) + maximum)
+    return of_softmax / total, of_target, factor * smoothing_per_class
+
+
+@triton.jit
+def _logit_gradient(
+    x,
+    index,
+    lead,
+    target_index,
+    maximum,
+    of_target,
+    scale,
+    of_class,
+    WEIGHTS,
+    softcap,
+    V: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Return the gradient of some logits, from the factors that `_gradient_factors` returns."""
+    if CAPPED:
+        x = _cap(x, softcap)
     y = tl.exp2((x - maximum) * _LOG2E) * scale
-    return tl.where(index == target_index, y - factor, y)
+    y = tl.where(index == target_index, y - of_target, y)
+    if SMOOTHED:
+        if WEIGHTED:
+            is_logit = (index >= lead) & (index < lead + V)
+            y -= of_class * tl.load(WEIGHTS + (index - lead), mask=is_logit, other=0.0)
+        else:
+            y -= of_class
+    if CAPPED:
+        x /= softcap
+        y *= 1.0 - x * x
+    return y
 
 
 @triton.jit
@@ -118,20 +316,41 @@ def _store_gradient(
     lead,
     target_index,
     maximum,
-    factor,
+    of_target,
     scale,
+    of_class,
+    WEIGHTS,
+    softcap,
     V: tl.constexpr,
     LANES: tl.constexpr,
     DEEP: tl.constexpr,
     GRAIN: tl.constexpr,
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     """Store the gradient of (DEEP, LANES) logits; with MASKED except for the `_edges`."""
     index = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mask = _is_full_group(index, lead, V, GRAIN) if MASKED else None
     x = tl.load(X + index, mask=mask, eviction_policy=POLICY).to(tl.float32)
-    y = _logit_gradient(x, index, target_index, maximum, factor, scale).to(OUT.dtype.element_ty)
+    y = _logit_gradient(
+        x,
+        index,
+        lead,
+        target_index,
+        maximum,
+        of_target,
+        scale,
+        of_class,
+        WEIGHTS,
+        softcap,
+        V,
+        CAPPED,
+        SMOOTHED,
+        WEIGHTED,
+    ).to(OUT.dtype.element_ty)
     tl.store(OUT + index, y, mask=mask, eviction_policy=POLICY)
 
 
@@ -146,7 +365,22 @@ def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED:
     return factor
 
 
-@triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
+_NUMBERS = (
+    "n",
+    "first",
+    "low",
+    "count",
+    "size",
+    "ignored",
+    "d_stride",
+    "smoothing",
+    "smoothing_per_class",
+    "softcap",
+    "z_loss",
+)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def cross_entropy_tokens_kernel(
     X,
     TARGETS,
@@ -157,6 +391,8 @@ def cross_entropy_tokens_kernel(
     DLOSSES,
     SHARE,
     OUT,
+    CLASS_WEIGHTS,
+    ACCURACIES,
     x_stride,
     out_stride,
     n,
@@ -166,6 +402,10 @@ def cross_entropy_tokens_kernel(
     size,
     ignored,
     d_stride,
+    smoothing,
+    smoothing_per_class,
+    softcap,
+    z_loss,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -177,6 +417,11 @@ def cross_entropy_tokens_kernel(
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED: tl.constexpr,
+    ACCURACY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Compute the same as `cross_entropy_classes_kernel`, with all logits of TOKENS tokens at once."""
@@ -191,6 +436,11 @@ def cross_entropy_tokens_kernel(
     if CHAINED:
         gdc_launch_dependents()
     column = tl.arange(0, BLOCK)[None, :]
+    weights = CLASS_WEIGHTS + _HEADER + low
+    weight_sum = 0.0
+    if WEIGHTED:
+        weight_sum = tl.load(CLASS_WEIGHTS)
+        z_loss *= tl.load(CLASS_WEIGHTS + 1)
     losses = tl.zeros([TOKENS], tl.float32)
     counted_tokens = tl.zeros([TOKENS], tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(count, TOKENS), tl.num_programs(0)):
@@ -203,6 +453,15 @@ def cross_entropy_tokens_kernel(
             maximum = tl.load(STATS + token, mask=i < count, other=0.0)
             total = tl.load(STATS + size + token, mask=i < count, other=_NONE)
             counted = total != _NONE
+        target_weight = 1.0
+        if WEIGHTED:
+            is_class = counted & (target >= 0)
+            if EACH | SUM:
+                is_class &= target < V
+            else:
+                # The sum is NaN for a target that is not a class.
+                is_class &= total == total
+            target_weight = tl.load(CLASS_WEIGHTS + _HEADER + target, mask=is_class, other=0.0)
         target -= low
         has_target = (target >= 0) & (target < V)
         target = tl.where(has_target, target, -1).to(tl.int32)
@@ -210,13 +469,44 @@ def cross_entropy_tokens_kernel(
         # A gradient alone reads all tokens: waiting for the mask of ignored tokens takes longer.
         read_mask = counted if EACH | SUM else i < count
         logits = _load_logits(x[:, None], column, 0, read_mask[:, None], V, GRAIN, EDGES, READ)
+        if CAPPED:
+            logits = tl.where(column < V, _cap(logits, softcap), -float("inf"))
         if EACH | SUM:
             target_logit = tl.load(x + target, mask=counted & has_target, other=0.0).to(tl.float32)
+            difference = 0.0
+            if CAPPED:
+                target_logit = _cap(target_logit, softcap)
+            if SMOOTHED:
+                differences = _finite_or_zero(target_logit)[:, None] - logits
+                if WEIGHTED:
+                    differences *= tl.load(weights + column, mask=column < V, other=0.0)
+                difference = tl.sum(tl.where(column < V, differences, 0.0), 1)
+            if ACCURACY:
+                is_lower = (logits < target_logit[:, None]) | (
+                    (logits == target_logit[:, None]) & (column >= target[:, None])
+                )
+                is_first = tl.min((is_lower | (column >= V)).to(tl.int32), 1)
+                is_correct = counted & has_target & (is_first == 1)
+                tl.store(ACCURACIES + token, is_correct.to(tl.float32), mask=i < count)
             maximum = tl.max(logits, 1)
             finite_maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
             exponentials = tl.exp2((logits - finite_maximum[:, None]) * _LOG2E)
             total = tl.where(has_target, tl.sum(exponentials, 1), float("nan"))
-            loss = tl.where(counted, tl.log(total) + (maximum - target_logit), 0.0)
+            loss = _token_loss(
+                tl.log(total),
+                maximum,
+                target_logit,
+                target_weight,
+                weight_sum,
+                difference,
+                smoothing,
+                smoothing_per_class,
+                z_loss,
+                SMOOTHED,
+                WEIGHTED,
+                SQUARED,
+            )
+            loss = tl.where(counted, loss, 0.0)
             losses += loss
             counted_tokens += counted.to(tl.int32)
             if EACH:
@@ -228,8 +518,30 @@ def cross_entropy_tokens_kernel(
             exponentials = tl.exp2((logits - maximum[:, None]) * _LOG2E)
         if GRADIENT:
             factor = _factor(DLOSSES, SHARE, token, i < count, d_stride, SCALED, SHARED)
-            y = exponentials * (factor / total)[:, None]
-            y = tl.where(column == target[:, None], y - factor[:, None], y)
+            scale, of_target, of_class = _gradient_factors(
+                factor,
+                total,
+                maximum,
+                target_weight,
+                weight_sum,
+                smoothing,
+                smoothing_per_class,
+                z_loss,
+                SMOOTHED,
+                WEIGHTED,
+                SQUARED,
+            )
+            y = exponentials * scale[:, None]
+            y = tl.where(column == target[:, None], y - of_target[:, None], y)
+            if SMOOTHED:
+                if WEIGHTED:
+                    weight = tl.load(weights + column, mask=column < V, other=0.0)
+                    y -= of_class[:, None] * weight
+                else:
+                    y -= of_class[:, None]
+            if CAPPED:
+                slope = logits / softcap
+                y *= 1.0 - slope * slope
             y = tl.where(counted[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
             is_full_group = column // GRAIN * GRAIN + GRAIN <= V if EDGES else column < V
@@ -254,7 +566,7 @@ def cross_entropy_tokens_kernel(
         )
 
 
-@triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
+@triton.jit(do_not_specialize=_NUMBERS)
 def cross_entropy_classes_kernel(
     X,
     TARGETS,
@@ -265,6 +577,8 @@ def cross_entropy_classes_kernel(
     DLOSSES,
     SHARE,
     OUT,
+    CLASS_WEIGHTS,
+    ACCURACIES,
     x_stride,
     out_stride,
     n,
@@ -274,6 +588,10 @@ def cross_entropy_classes_kernel(
     size,
     ignored,
     d_stride,
+    smoothing,
+    smoothing_per_class,
+    softcap,
+    z_loss,
     V: tl.constexpr,
     LANES: tl.constexpr,
     DEEP: tl.constexpr,
@@ -286,6 +604,11 @@ def cross_entropy_classes_kernel(
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED: tl.constexpr,
+    ACCURACY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Compute losses and gradients of the tokens [first, first + count) of `size`.
@@ -296,6 +619,11 @@ def cross_entropy_classes_kernel(
     CTA. - GRADIENT: OUT, the gradient of the logits. - SAVE: STATS (2, size), the maximum and the
     sum of exponentials; the sum is _NONE for an ignored
       token. STATS is read if neither EACH nor SUM is set.
+    - ACCURACY: ACCURACIES (size,), 1 where the target is the first class with the largest logit.
+
+    CAPPED, SMOOTHED, SQUARED and WEIGHTED add the options softcap, label smoothing, z-loss and class
+    weights. CLASS_WEIGHTS holds the weights after a header of their sum and the factor of the
+    z-loss.
 
     With SHIFTED a token begins anywhere within 16 bytes, which are GRAIN elements. The kernel then
     reads it from the start of a cache line on.
@@ -311,12 +639,18 @@ def cross_entropy_classes_kernel(
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
     if CHAINED:
         gdc_launch_dependents()
+    weights = CLASS_WEIGHTS + _HEADER + low
+    weight_sum = 0.0
+    if WEIGHTED:
+        weight_sum = tl.load(CLASS_WEIGHTS)
+        z_loss *= tl.load(CLASS_WEIGHTS + 1)
     losses = tl.full([], 0.0, tl.float32)
     counted_tokens = tl.full([], 0, tl.int32)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         token = first + i
         target = tl.load(TARGETS + token)
         counted = (token < end) & (target != ignored)
+        global_target = target
         target -= low
         has_target = (target >= 0) & (target < V)
         target = tl.where(has_target, target, -1).to(tl.int32)
@@ -338,43 +672,156 @@ def cross_entropy_classes_kernel(
                 lane_maxima = tl.full([LANES], -float("inf"), tl.float32)
                 lane_sums = tl.zeros([LANES], tl.float32)
                 target_logit = tl.load(x + lead + target, mask=has_target, other=0.0).to(tl.float32)
+                if CAPPED:
+                    target_logit = _cap(target_logit, softcap)
+                # Not used without SMOOTHED and ACCURACY.
+                lane_differences = tl.zeros([LANES], tl.float32)
+                lane_earlier = tl.full([LANES], -float("inf"), tl.float32)
+                earlier = 0
                 if SHIFTED:
-                    lane_maxima, lane_sums = _update_softmax(
-                        _load_tile(x, 0, lead, V, LANES, 1, GRAIN, True, FIRST)[0],
+                    lane_maxima, lane_sums, lane_differences, lane_earlier, earlier = _visit_tile(
+                        x,
+                        weights,
+                        0,
+                        lead,
+                        target,
+                        target_logit,
                         lane_maxima,
                         lane_sums,
+                        lane_differences,
+                        lane_earlier,
+                        earlier,
+                        softcap,
+                        V,
+                        LANES,
+                        1,
+                        GRAIN,
+                        True,
+                        FIRST,
+                        CAPPED,
+                        SMOOTHED,
+                        WEIGHTED,
+                        ACCURACY,
                     )
                 for at in range(begin, stop, STEP):
-                    lane_maxima, lane_sums = _update_softmax(
-                        _load_tile(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0],
+                    lane_maxima, lane_sums, lane_differences, lane_earlier, earlier = _visit_tile(
+                        x,
+                        weights,
+                        at,
+                        lead,
+                        target,
+                        target_logit,
                         lane_maxima,
                         lane_sums,
+                        lane_differences,
+                        lane_earlier,
+                        earlier,
+                        softcap,
+                        V,
+                        LANES,
+                        DEEP,
+                        GRAIN,
+                        False,
+                        FIRST,
+                        CAPPED,
+                        SMOOTHED,
+                        WEIGHTED,
+                        ACCURACY,
                     )
                 for at in range(stop, V + lead, LANES):
-                    lane_maxima, lane_sums = _update_softmax(
-                        _load_tile(x, at, lead, V, LANES, 1, GRAIN, True, FIRST)[0],
+                    lane_maxima, lane_sums, lane_differences, lane_earlier, earlier = _visit_tile(
+                        x,
+                        weights,
+                        at,
+                        lead,
+                        target,
+                        target_logit,
                         lane_maxima,
                         lane_sums,
+                        lane_differences,
+                        lane_earlier,
+                        earlier,
+                        softcap,
+                        V,
+                        LANES,
+                        1,
+                        GRAIN,
+                        True,
+                        FIRST,
+                        CAPPED,
+                        SMOOTHED,
+                        WEIGHTED,
+                        ACCURACY,
                     )
                 maximum = tl.max(lane_maxima, 0)
                 # A lane without logits has the sum 0, which stays 0.
                 base = tl.where(lane_maxima == -float("inf"), maximum, lane_maxima)
                 total = tl.sum(lane_sums * tl.exp2((base - maximum) * _LOG2E), 0)
                 total = tl.where(has_target, total, float("nan"))
-                loss = tl.log(total) + (maximum - target_logit)
+                target_weight = 1.0
+                if WEIGHTED:
+                    target_weight = tl.load(weights + target, mask=has_target, other=0.0)
+                loss = _token_loss(
+                    tl.log(total),
+                    maximum,
+                    target_logit,
+                    target_weight,
+                    weight_sum,
+                    tl.sum(lane_differences, 0),
+                    smoothing,
+                    smoothing_per_class,
+                    z_loss,
+                    SMOOTHED,
+                    WEIGHTED,
+                    SQUARED,
+                )
                 losses += loss
                 counted_tokens += 1
                 if EACH:
                     tl.store(LOSSES + token, loss)
+                if ACCURACY:
+                    is_correct = (total == total) & _is_first_maximum(
+                        x,
+                        lead,
+                        target,
+                        target_logit,
+                        maximum,
+                        tl.max(lane_earlier, 0),
+                        earlier,
+                        softcap,
+                        LANES,
+                        CAPPED,
+                    )
+                    tl.store(ACCURACIES + token, is_correct.to(tl.float32))
                 if SAVE:
                     tl.store(STATS + token, maximum)
                     tl.store(STATS + size + token, total)
             else:
                 maximum = tl.load(STATS + token)
                 total = tl.load(STATS + size + token)
+                target_weight = 1.0
+                if WEIGHTED:
+                    # The sum is NaN for a target that is not a class.
+                    target_weight = tl.load(
+                        CLASS_WEIGHTS + _HEADER + global_target,
+                        mask=(global_target >= 0) & (total == total),
+                        other=0.0,
+                    )
             if GRADIENT:
                 factor = _factor(DLOSSES, SHARE, token, counted, d_stride, SCALED, SHARED)
-                scale = factor / total
+                scale, of_target, of_class = _gradient_factors(
+                    factor,
+                    total,
+                    maximum,
+                    target_weight,
+                    weight_sum,
+                    smoothing,
+                    smoothing_per_class,
+                    z_loss,
+                    SMOOTHED,
+                    WEIGHTED,
+                    SQUARED,
+                )
                 target_index = tl.where(has_target, lead + target, -1)
                 if SHIFTED:
                     _store_gradient(
@@ -384,14 +831,20 @@ def cross_entropy_classes_kernel(
                         lead,
                         target_index,
                         maximum,
-                        factor,
+                        of_target,
                         scale,
+                        of_class,
+                        weights,
+                        softcap,
                         V,
                         LANES,
                         1,
                         GRAIN,
                         True,
                         SECOND,
+                        CAPPED,
+                        SMOOTHED,
+                        WEIGHTED,
                     )
                 for at in range(begin, stop, STEP):
                     _store_gradient(
@@ -401,14 +854,20 @@ def cross_entropy_classes_kernel(
                         lead,
                         target_index,
                         maximum,
-                        factor,
+                        of_target,
                         scale,
+                        of_class,
+                        weights,
+                        softcap,
                         V,
                         LANES,
                         DEEP,
                         GRAIN,
                         False,
                         SECOND,
+                        CAPPED,
+                        SMOOTHED,
+                        WEIGHTED,
                     )
                 for at in range(stop, V + lead, LANES):
                     _store_gradient(
@@ -418,25 +877,46 @@ def cross_entropy_classes_kernel(
                         lead,
                         target_index,
                         maximum,
-                        factor,
+                        of_target,
                         scale,
+                        of_class,
+                        weights,
+                        softcap,
                         V,
                         LANES,
                         1,
                         GRAIN,
                         True,
                         SECOND,
+                        CAPPED,
+                        SMOOTHED,
+                        WEIGHTED,
                     )
                 if SHIFTED | (V % GRAIN > 0):
                     index, is_edge = _edge_indices(lead, V, GRAIN)
                     logits = tl.load(x + index, mask=is_edge, other=0.0).to(tl.float32)
-                    y = _logit_gradient(logits, index, target_index, maximum, factor, scale).to(
-                        OUT.dtype.element_ty
-                    )
+                    y = _logit_gradient(
+                        logits,
+                        index,
+                        lead,
+                        target_index,
+                        maximum,
+                        of_target,
+                        scale,
+                        of_class,
+                        weights,
+                        softcap,
+                        V,
+                        CAPPED,
+                        SMOOTHED,
+                        WEIGHTED,
+                    ).to(OUT.dtype.element_ty)
                     tl.store(out + index, y, mask=is_edge)
         else:
             if EACH:
                 tl.store(LOSSES + token, 0.0)
+            if ACCURACY:
+                tl.store(ACCURACIES + token, 0.0)
             if SAVE:
                 tl.store(STATS + size + token, _NONE)
             if GRADIENT:
@@ -466,14 +946,15 @@ class _Tile(NamedTuple):
     programs_per_sm: int
 
 
-#: Minimum number of classes -> tile: for losses, for a gradient, and for both. For both, the logits
-#: of all CTAs fit into the cache.
+#: Minimum number of classes -> tile: for losses, for a gradient, for a gradient with a softcap, and
+#: for both. For both, the logits of all CTAs fit into the cache.
 LOSSES = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 8, 4, 64), 1 << 16: _Tile(1024, 4, 4, 64)}
 GRADIENT = {
     0: _Tile(512, 4, 2, 64),
     1 << 12: _Tile(1024, 4, 4, 64),
     1 << 13: _Tile(4096, 2, 16, 64),
 }
+CAPPED_GRADIENT = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(2048, 2, 8, 64)}
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
 #: Maximum classes for which a CTA holds all logits of a token: for losses, for a gradient, for both.
 MAX_CLASSES_AT_ONCE, MAX_CLASSES_AT_ONCE_GRADIENT, MAX_CLASSES_AT_ONCE_BOTH = 2048, 4096, 1 << 14
@@ -481,7 +962,7 @@ MAX_CLASSES_AT_ONCE, MAX_CLASSES_AT_ONCE_GRADIENT, MAX_CLASSES_AT_ONCE_BOTH = 20
 MIN_LOGITS_PER_CTA = 1024
 # Small tiles, so that small inputs reach every code path.
 if INTERPRETED:
-    LOSSES = GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
+    LOSSES = GRADIENT = CAPPED_GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
     MAX_CLASSES_AT_ONCE = MAX_CLASSES_AT_ONCE_GRADIENT = MAX_CLASSES_AT_ONCE_BOTH = 32
     MIN_LOGITS_PER_CTA = 64
 
@@ -499,6 +980,8 @@ class CrossEntropyArgs:
     DLOSSES: Pointer
     SHARE: Pointer
     OUT: Pointer
+    CLASS_WEIGHTS: Pointer
+    ACCURACIES: Pointer
     x_stride: Stride
     out_stride: Stride
     n: Number
@@ -508,6 +991,10 @@ class CrossEntropyArgs:
     size: Number
     ignored: Number
     d_stride: Number
+    smoothing: Number
+    smoothing_per_class: Number
+    softcap: Number
+    z_loss: Number
 
 
 class Outputs(NamedTuple):
@@ -519,6 +1006,19 @@ class Outputs(NamedTuple):
     GRADIENT: bool
     SCALED: bool
     SHARED: bool
+    ACCURACY: bool
+
+
+class OptionFlags(NamedTuple):
+    """Which options of the loss a kernel computes."""
+
+    CAPPED: bool = False
+    SMOOTHED: bool = False
+    SQUARED: bool = False
+    WEIGHTED: bool = False
+
+
+_NO_OPTIONS = OptionFlags()
 
 
 @cache
@@ -529,11 +1029,13 @@ def _launch(
     grain: int,
     shifted: bool,
     outputs: Outputs,
+    options: OptionFlags,
 ) -> tuple[Launch, int, int]:
     """Return the launch, the tokens that a CTA processes at a time, and the maximum CTAs."""
     flags: dict[str, Any] = dict(
         ROWS=dtypes[2] is not None,
         **outputs._asdict(),
+        **options._asdict(),
         CHAINED=outputs.SUM and device_info(device).supports_pdl,
     )
     computes_both, padded_classes = (
@@ -569,7 +1071,12 @@ def _launch(
             (32 if warps == 1 else 64) * device_info(device).sm_count if outputs.SUM else 1 << 30,
         )
     tiles = BOTH if computes_both else GRADIENT if outputs.GRADIENT else LOSSES
+    if options.CAPPED and outputs.GRADIENT and not computes_both:
+        tiles = CAPPED_GRADIENT
     lanes, deep, warps, programs_per_sm = tiles[max(least for least in tiles if least <= classes)]
+    if options.CAPPED or outputs.ACCURACY or (options.SMOOTHED and options.WEIGHTED):
+        # Registers for more numbers per logit.
+        deep = min(deep, 2 if options.SMOOTHED and options.WEIGHTED else 4)
     deep = max(1, min(deep, padded_classes // lanes))
     launch = Launch(
         cross_entropy_classes_kernel,
@@ -592,6 +1099,8 @@ def visit_logits(
     out: torch.Tensor | None = None,
     dlosses: torch.Tensor | None = None,
     share: torch.Tensor | None = None,
+    accuracies: torch.Tensor | None = None,
+    options: LossOptions = PLAIN,
 ) -> None:
     """Run the kernel on x (count, classes), the logits of the tokens from `first` on.
 
@@ -612,6 +1121,11 @@ def visit_logits(
         (total,) the gradient of the losses; 1 by default.
     share
         A factor of the gradient.
+    accuracies
+        (total,) float32, whether each prediction is correct, written together with losses or parts
+        if present.
+    options
+        The options of the loss.
     """
     (count, classes), device = x.shape, x.device
     destination = x if out is None else out
@@ -629,9 +1143,19 @@ def visit_logits(
         out is not None,
         dlosses is not None,
         share is not None,
+        accuracies is not None,
     )
+    flags, smoothing_per_class = _NO_OPTIONS, 0.0
+    if options is not PLAIN:
+        flags = OptionFlags(
+            options.softcap > 0,
+            options.label_smoothing > 0,
+            options.z_loss > 0,
+            options.class_weights is not None,
+        )
+        smoothing_per_class = options.label_smoothing / options.classes
     dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
-    launch, tokens, max_programs = _launch(device, dtypes, classes, grain, shifted, outputs)
+    launch, tokens, max_programs = _launch(device, dtypes, classes, grain, shifted, outputs, flags)
     programs = min(-(-count // tokens), max_programs)
     part = None
     if parts is not None:
@@ -650,6 +1174,8 @@ def visit_logits(
         DLOSSES=x if dlosses is None else dlosses,
         SHARE=x if share is None else share,
         OUT=destination,
+        CLASS_WEIGHTS=x if options.class_weights is None else options.class_weights,
+        ACCURACIES=x if accuracies is None else accuracies,
         x_stride=x.stride(0),
         out_stride=destination.stride(0),
         n=n,
@@ -659,6 +1185,10 @@ def visit_logits(
         size=targets.classes.shape[0],
         ignored=targets.ignored,
         d_stride=0 if dlosses is None else dlosses.stride(0),
+        smoothing=options.label_smoothing,
+        smoothing_per_class=smoothing_per_class,
+        softcap=options.softcap,
+        z_loss=options.z_loss,
     )
     launch_on_device(launch, programs, args)
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 import scree
+from scree.ops.cross_entropy import LinearCrossEntropyCall, linear_token_losses
 
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
@@ -29,12 +30,16 @@ from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launc
 from . import cross_entropy
 from .cross_entropy_kernels import rowwise, visit_logits
 from .reductions import (
+    PLAIN,
     SCALAR_REDUCTIONS,
+    LossOptions,
     Targets,
     loss_gradients,
     mean_loss_weight,
     on_rows,
+    options_of,
     reduce_partial_sums,
+    reduce_weighted,
     row_means,
     targets_of,
 )
@@ -173,6 +178,7 @@ class _Head(NamedTuple):
     targets: Targets
     dlosses: torch.Tensor | None
     share: torch.Tensor | None
+    options: LossOptions
 
     def visit(self, logits: torch.Tensor, first: int, low: int = 0, **outputs: Any) -> None:
         """Write the logits of the tokens from `first` and the classes from `low` on, and run the
@@ -184,7 +190,14 @@ class _Head(NamedTuple):
         else:
             torch.addmm(self.bias[classes], self.x[tokens], self.weight[classes].mT, out=logits)
         visit_logits(
-            logits, self.targets, first, low, dlosses=self.dlosses, share=self.share, **outputs
+            logits,
+            self.targets,
+            first,
+            low,
+            dlosses=self.dlosses,
+            share=self.share,
+            options=self.options,
+            **outputs,
         )
 
     def mask_ignored(self, first: int, out: torch.Tensor) -> torch.Tensor:
@@ -218,11 +231,13 @@ def fused(
     reduction: str,
     needed: NeededGradients = NO_GRADIENTS,
     dlosses: torch.Tensor | None = None,
+    options: LossOptions = PLAIN,
+    accuracies: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the reduced losses of x (total, width) by weight (classes, width), and the needed
     gradients.
 
-    The gradient of the bias is float32.
+    The gradient of the bias is float32. The accuracies (total,) are written if present.
     """
     (total, width), classes = x.shape, weight.shape[0]
     allocate = partial(torch.empty, dtype=x.dtype, device=x.device)
@@ -230,8 +245,11 @@ def fused(
     losses = None if reduction in SCALAR_REDUCTIONS else allocate((total,), dtype=torch.float32)
     parts: list[torch.Tensor] | None = [] if losses is None else None
     stats = allocate((2, total), dtype=torch.float32) if two_passes else None
-    share = mean_loss_weight(targets) if any(needed) and reduction == "mean" else None
-    head = _Head(x, weight, bias, targets, dlosses, share)
+    share = None
+    if any(needed) and reduction == "mean":
+        weights = options.class_weights
+        share = mean_loss_weight(targets) if weights is None else weights[2]
+    head = _Head(x, weight, bias, targets, dlosses, share, options)
     dx = allocate((total, width)) if needed.x or (needed.weight and not two_passes) else None
     dweight = allocate((classes, width)) if needed.weight else None
     dbias = allocate((classes,), dtype=torch.float32) if needed.bias else None
@@ -256,6 +274,7 @@ def fused(
             parts=parts,
             stats=stats,
             out=logits if any(needed) else None,
+            accuracies=accuracies,
         )
         # The memory of dx holds the masked x until dx is computed.
         if not two_passes:
@@ -283,7 +302,7 @@ def fused(
                     dweight[block], dbias[block] if needed.bias else None, logits, masked_x, first
                 )
     losses = (
-        reduce_partial_sums(parts, reduction)[0]
+        reduce_partial_sums(parts, reduction, options.class_weights)[0]
         if losses is None
         else row_means(losses, targets)
         if reduction == "row_mean"
@@ -321,17 +340,20 @@ def _chunk_size(total: int, max_tokens: int) -> int:
     return -(-total // -(-total // max(max_tokens, 1))) if total else 1
 
 
-def _record_fused(ctx, x, weight, bias, targets, reduction):
+def _record_fused(ctx, x, weight, bias, targets, reduction, options, accuracies):
     early = (
         NeededGradients(*ctx.needs_input_grad[:3])
         if _computes_gradients_early(x, reduction)
         else NO_GRADIENTS
     )
-    losses, gradients = fused(x, weight, bias, targets, reduction, early)
+    losses, gradients = fused(
+        x, weight, bias, targets, reduction, early, options=options, accuracies=accuracies
+    )
     ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
-    ctx.ignored, ctx.reduction, ctx.gradients = (
+    ctx.ignored, ctx.reduction, ctx.options, ctx.gradients = (
         targets.ignored,
         reduction,
+        options,
         gradients if any(early) else None,
     )
     return losses
@@ -340,14 +362,20 @@ def _record_fused(ctx, x, weight, bias, targets, reduction):
 def _standard(
     targets: Targets,
     reduction: str,
+    options: LossOptions,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, labels = on_rows(targets, x), on_rows(targets, targets.classes)
-    options = dict(ignore_index=targets.ignored, reduction=reduction, kernel="standard")
-    losses = scree.linear_cross_entropy(tokens, weight, labels, bias, **options)
-    return losses if isinstance(losses, torch.Tensor) else losses.values
+    keywords = cross_entropy.standard_options(targets, options)
+    if options.class_weights is None:
+        losses = scree.linear_cross_entropy(
+            tokens, weight, labels, bias, reduction=reduction, kernel="standard", **keywords
+        )
+        return losses if isinstance(losses, torch.Tensor) else losses.values
+    call = LinearCrossEntropyCall(tokens, weight, labels, bias, **keywords)
+    return reduce_weighted(linear_token_losses(call), reduction, options)
 
 
 def _standard_gradients(
@@ -358,8 +386,9 @@ def _standard_gradients(
     targets: Targets,
     reduction: str,
     needed: NeededGradients,
+    options: LossOptions,
 ) -> Gradients:
-    results = gradients(partial(_standard, targets, reduction), (x, weight, bias), dloss)
+    results = gradients(partial(_standard, targets, reduction, options), (x, weight, bias), dloss)
     return tuple(g if is_needed else None for g, is_needed in zip(results, needed))  # type: ignore[return-value]
 
 
@@ -372,10 +401,11 @@ def _gradients(
     targets: Targets,
     reduction: str,
     needed: NeededGradients,
+    options: LossOptions,
 ) -> Gradients:
     """Return the needed gradients from the gradient of the reduced losses."""
     dlosses = loss_gradients(dloss, targets, reduction)
-    return fused(x, weight, bias, targets, reduction, needed, dlosses)[1]
+    return fused(x, weight, bias, targets, reduction, needed, dlosses, options)[1]
 
 
 def _fused_gradient(ctx, dloss):
@@ -387,9 +417,9 @@ def _fused_gradient(ctx, dloss):
             Targets(classes, offsets, ctx.ignored),
             NeededGradients(*ctx.needs_input_grad[:3]),
         )
-        results = _gradients(dloss, x, weight, bias, targets, ctx.reduction, needed)
+        results = _gradients(dloss, x, weight, bias, targets, ctx.reduction, needed, ctx.options)
         dloss = None
-    return *(_scale_gradient(g, dloss, x.dtype) for g in results), None, None
+    return *(_scale_gradient(g, dloss, x.dtype) for g in results), *(None,) * 4
 
 
 _differentiable_fused = differentiable("Fused", _record_fused, _fused_gradient)
@@ -442,16 +472,30 @@ def _standard_operator(
     classes: torch.Tensor,
     offsets: torch.Tensor | None,
     ignored: int,
+    class_weights: torch.Tensor | None,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
     reduction: str,
+    accuracy: bool,
     early: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, needed = Targets(classes, offsets, ignored), NeededGradients(*early)
-    losses = _standard(targets, reduction, x, weight, bias)
+    options = LossOptions(label_smoothing, softcap, z_loss, weight.shape[0], class_weights)
+    losses = _standard(targets, reduction, options, x, weight, bias)
     results: Gradients = (None, None, None)
     if any(early):
         one = torch.ones_like(losses)
-        results = _standard_gradients(one, x, weight, bias, targets, reduction, needed)
-    return losses, *_or_empty(results, x)
+        results = _standard_gradients(one, x, weight, bias, targets, reduction, needed, options)
+    accuracies = x.new_empty((0,), dtype=torch.float32)
+    if accuracy:
+        labels = on_rows(targets, classes)
+        keywords = cross_entropy.standard_options(targets, options)
+        call = LinearCrossEntropyCall(
+            on_rows(targets, x), weight, labels, bias, return_accuracy=True, **keywords
+        )
+        accuracies = linear_token_losses(call)["accuracy"]
+    return losses, *_or_empty(results, x), accuracies
 
 
 @falls_back_to(_standard_operator)
@@ -462,17 +506,32 @@ def _fused_operator(
     classes: torch.Tensor,
     offsets: torch.Tensor | None,
     ignored: int,
+    class_weights: torch.Tensor | None,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
     reduction: str,
+    accuracy: bool,
     early: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    needed = NeededGradients(*early)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    targets, needed = Targets(classes, offsets, ignored), NeededGradients(*early)
+    options = LossOptions(label_smoothing, softcap, z_loss, weight.shape[0], class_weights)
+    accuracies = x.new_empty((x.shape[0] if accuracy else 0,), dtype=torch.float32)
     losses, gradients = fused(
-        x, weight, bias, Targets(classes, offsets, ignored), reduction, needed
+        x,
+        weight,
+        bias,
+        targets,
+        reduction,
+        needed,
+        options=options,
+        accuracies=accuracies if accuracy else None,
     )
-    return losses, *_or_empty(gradients, x)
+    return losses, *_or_empty(gradients, x), accuracies
 
 
-def _fused_fake(x, weight, bias, classes, offsets, ignored, reduction, early):
+def _fused_fake(x, weight, bias, classes, offsets, *options):
+    reduction, accuracy, early = options[-3:]
     shape = (
         ()
         if reduction in SCALAR_REDUCTIONS
@@ -481,9 +540,13 @@ def _fused_fake(x, weight, bias, classes, offsets, ignored, reduction, early):
         else (offsets.shape[0] - 1,)
     )
     loss = x.new_empty(shape, dtype=torch.float32)
-    return loss, *(
-        x.new_empty(p.shape if is_needed else (0,))
-        for p, is_needed in zip((x, weight, bias), early, strict=True)
+    return (
+        loss,
+        *(
+            x.new_empty(p.shape if is_needed else (0,))
+            for p, is_needed in zip((x, weight, bias), early, strict=True)
+        ),
+        x.new_empty((x.shape[0] if accuracy else 0,), dtype=torch.float32),
     )
 
 
@@ -495,17 +558,22 @@ def _fused_backward_operator(
     classes: torch.Tensor,
     offsets: torch.Tensor | None,
     ignored: int,
+    class_weights: torch.Tensor | None,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
     reduction: str,
     is_needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, needed = Targets(classes, offsets, ignored), NeededGradients(*is_needed)
-    return _or_empty(_gradients(dloss, x, weight, bias, targets, reduction, needed), x)
+    options = LossOptions(label_smoothing, softcap, z_loss, weight.shape[0], class_weights)
+    return _or_empty(_gradients(dloss, x, weight, bias, targets, reduction, needed, options), x)
 
 
-def _fused_backward_fake(dloss, x, weight, bias, classes, offsets, ignored, reduction, is_needed):
+def _fused_backward_fake(dloss, x, weight, bias, *arguments):
     return tuple(
         x.new_empty(p.shape if needed else (0,))
-        for p, needed in zip((x, weight, bias), is_needed, strict=True)
+        for p, needed in zip((x, weight, bias), arguments[-1], strict=True)
     )
 
 
@@ -523,9 +591,10 @@ _fused_backward_op = define_operator(
 
 
 def _save_fused(ctx, inputs, output):
-    x, weight, bias, classes, offsets, ctx.ignored, ctx.reduction, early = inputs
-    ctx.early = any(early)
-    ctx.save_for_backward(*(output[1:] if ctx.early else (x, weight, bias, classes, offsets)))
+    x, weight, bias, classes, offsets, ignored, class_weights, *options, _, early = inputs
+    ctx.early, ctx.ignored, ctx.options = any(early), ignored, options
+    arrays = output[1:4] if ctx.early else (x, weight, bias, classes, offsets, class_weights)
+    ctx.save_for_backward(*arrays)
 
 
 def _differentiate_fused(ctx, dloss, *_):
@@ -533,9 +602,10 @@ def _differentiate_fused(ctx, dloss, *_):
     if ctx.early:
         gradients = ((g.float() * dloss).to(g.dtype) for g in ctx.saved_tensors)
     else:
-        constants = ctx.ignored, ctx.reduction, is_needed
-        gradients = _fused_backward_op(dloss, *ctx.saved_tensors, *constants)
-    return *(g if needed else None for g, needed in zip(gradients, is_needed)), *(None,) * 5
+        *arrays, class_weights = ctx.saved_tensors
+        constants = ctx.ignored, class_weights, *ctx.options, is_needed
+        gradients = _fused_backward_op(dloss, *arrays, *constants)
+    return tuple(g if needed else None for g, needed in zip(gradients, is_needed))
 
 
 _fused_op = define_operator(
@@ -556,15 +626,28 @@ def rejects(call: Any) -> str | None:
 def linear_cross_entropy(call: Any) -> Any:
     """Compute a `LinearCrossEntropyCall`."""
     x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
+    options, reduction = options_of(call, weight.shape[0]), cross_entropy.kernel_reduction(call)
     needs_grad = torch.is_grad_enabled() and any(
         p is not None and p.requires_grad for p in (x, weight, bias)
     )
+    accuracies = None
     if uses_operators(x, weight, bias):
-        is_early = needs_grad and _computes_gradients_early(x, call.reduction)
+        is_early = needs_grad and _computes_gradients_early(x, reduction)
         early = [is_early and p is not None and p.requires_grad for p in (x, weight, bias)]
-        out = _fused_op(x, weight, bias, *targets, call.reduction, early)[0]
-    elif needs_grad:
-        out = _differentiable_fused(x, weight, bias, targets, call.reduction)
+        numbers = options.label_smoothing, options.softcap, options.z_loss
+        constants = options.class_weights, *numbers, reduction, call.return_accuracy, early
+        out, _, _, _, accuracies = _fused_op(x, weight, bias, *targets, *constants)
     else:
-        out = fused(x, weight, bias, targets, call.reduction)[0]
-    return call.result(out)
+        if call.return_accuracy:
+            accuracies = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
+        if needs_grad:
+            out = _differentiable_fused(x, weight, bias, targets, reduction, options, accuracies)
+        else:
+            out = fused(
+                x, weight, bias, targets, reduction, options=options, accuracies=accuracies
+            )[0]
+    if reduction != call.reduction:
+        return cross_entropy.with_accuracy(
+            call, cross_entropy.reduce_with_weights(call, out, options), accuracies
+        )
+    return cross_entropy.with_accuracy(call, call.result(out), accuracies)

@@ -19,6 +19,8 @@ from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_dev
 
 #: Reductions to one number.
 SCALAR_REDUCTIONS = ("mean", "sum")
+#: Numbers before the weights in `LossOptions.class_weights`. The weights keep their alignment.
+HEADER = 16
 
 
 class Targets(NamedTuple):
@@ -39,6 +41,81 @@ class Targets(NamedTuple):
     def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
         """Dtypes of the classes and of the offsets."""
         return self.classes.dtype, None if self.offsets is None else self.offsets.dtype
+
+
+class LossOptions(NamedTuple):
+    """Options of the loss of a token, see `cross_entropy_kernels`.
+
+    Attributes
+    ----------
+    label_smoothing, softcap, z_loss
+        Numbers; 0 for none.
+    classes
+        The number of classes.
+    class_weights
+        (HEADER + classes,) float32: the sum of the weights, the factor of the z-loss, the weight of
+        one loss in a mean, and from HEADER on the weights. None without class weights.
+    """
+
+    label_smoothing: float = 0.0
+    softcap: float = 0.0
+    z_loss: float = 0.0
+    classes: int = 0
+    class_weights: torch.Tensor | None = None
+
+
+PLAIN = LossOptions()
+
+
+def options_of(call: Any, classes: int) -> LossOptions:
+    """Return the options of a call as the kernels take them; `PLAIN` without any."""
+    if not call.has_options:
+        return PLAIN
+    weights = None if call.class_weights is None else _weights_with_header(call, classes)
+    return LossOptions(call.label_smoothing, call.softcap or 0.0, call.z_loss, classes, weights)
+
+
+def _weights_with_header(call: Any, classes: int) -> torch.Tensor:
+    """Return the class weights of a call as the kernels take them, see `LossOptions`."""
+    weights = call.class_weights.detach().float()
+    z_loss_factor = loss_weight = weights.new_ones(())
+    if call.reduction == "mean":
+        # The kernels sum one loss per token, so the z-loss is multiplied by the mean weight.
+        total, count = target_weights(call).sum(), call.counted.sum()
+        loss_weight = torch.where(total > 0, 1 / total, 0.0)
+        z_loss_factor = torch.where(count > 0, total / count, 0.0)
+    header = torch.stack([weights.sum(), z_loss_factor, loss_weight])
+    return torch.cat([header, weights.new_zeros(HEADER - 3), weights])
+
+
+def target_weights(call: Any) -> torch.Tensor:
+    """Return (total,) the class weights of the targets; 0 for tokens that do not count."""
+    weights = call.class_weights.detach().float()
+    labels = call.labels.clamp(0, weights.shape[0] - 1)
+    return torch.where(call.counted, weights[labels], 0.0)
+
+
+def reduce_weighted(
+    losses: dict[str, torch.Tensor], reduction: str, options: LossOptions
+) -> torch.Tensor:
+    """Return the "none", "sum" or "mean" of the `token_losses` of a call with class weights.
+
+    The z-loss is multiplied as in the kernels.
+    """
+    loss = losses["loss"]
+    if "z_loss" in losses:
+        loss = loss + losses["z_loss"] * options.class_weights[1]
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return weighted_mean(loss.sum(), options.class_weights)
+
+
+def weighted_mean(total: torch.Tensor, class_weights: torch.Tensor) -> torch.Tensor:
+    """Return the mean from the sum of all losses and the weights of `LossOptions`."""
+    loss_weight = class_weights[2]
+    return torch.where(loss_weight > 0, total * loss_weight, float("nan"))
 
 
 def targets_of(call: Any) -> Targets:
@@ -189,9 +266,15 @@ def _share_launch(
 
 
 def reduce_partial_sums(
-    parts: list[torch.Tensor], reduction: str
+    parts: list[torch.Tensor], reduction: str, class_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the "sum" or "mean" of all losses, and the weight of one loss in it; 0-d."""
+    """Return the "sum" or "mean" of all losses, and the weight of one loss in it; 0-d.
+
+    `class_weights` are the weights of `LossOptions`.
+    """
+    if class_weights is not None and reduction == "mean":
+        total, _ = reduce_partial_sums(parts, "sum")
+        return weighted_mean(total, class_weights), class_weights[2]
     values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
     launch_on_device(

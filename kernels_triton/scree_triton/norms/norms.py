@@ -111,16 +111,15 @@ def norm_forward_kernel(
 ):
     """Compute Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens per CTA.
 
-    With ADD it normalizes SUM = X + RESIDUAL instead of X.
+    With ADD it normalizes X + RESIDUAL instead of X, and rounds it to SUM.
     """
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     x = _load(X, tokens, columns, x_stride, count, D).to(tl.float32)
     if ADD:
-        total = (x + _load(RESIDUAL, tokens, columns, residual_stride, count, D).to(tl.float32)).to(
-            SUM.dtype.element_ty
-        )
-        x = total.to(tl.float32)
+        # The norm is of the sum before it is rounded.
+        x += _load(RESIDUAL, tokens, columns, residual_stride, count, D).to(tl.float32)
+        total = x.to(SUM.dtype.element_ty)
     if WEIGHT:
         w = _load_vector(W, columns, D)
     if BIAS:

@@ -47,18 +47,6 @@ def saved_args(ctx: Any) -> list[Any]:
     return [next(tensors) if x is _SAVED else x for x in ctx.args]
 
 
-class _Function(torch.autograd.Function):
-    """Autograd function with a shorter `apply` where no transform of `torch.func` is active."""
-
-    def __init_subclass__(cls) -> None:
-        cls._short = super(torch.autograd.Function, cls).apply
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Return the results of `forward`, recorded by autograd."""
-        return (super().apply if torch._C._are_functorch_transforms_active() else cls._short)(*args)
-
-
 def _backward_by_grad_mode(
     backward: Callable[..., Any], second_derivative: str
 ) -> Callable[..., Any]:
@@ -103,4 +91,12 @@ def differentiable(
     if second_derivative != "own":
         backward = _backward_by_grad_mode(backward, second_derivative)
     methods = dict(forward=staticmethod(forward), backward=staticmethod(backward))
-    return type(name, (_Function,), methods).apply  # type: ignore[attr-defined, no-any-return]
+    function = type(name, (torch.autograd.Function,), methods)
+    # The part of `apply` in C; the part in Python before it serves the transforms of `torch.func`.
+    apply, apply_in_c = function.apply, super(torch.autograd.Function, function).apply
+    is_transformed = torch._C._are_functorch_transforms_active
+
+    def run(*args: Any) -> Any:
+        return apply(*args) if is_transformed() else apply_in_c(*args)
+
+    return run

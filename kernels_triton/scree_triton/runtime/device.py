@@ -1,5 +1,6 @@
 """Facts about the hardware and the Triton version, in one record per device."""
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +15,15 @@ from scree.backends import constant
 #: Whether the kernels run in Triton's interpreter, on the CPU.
 INTERPRETED = knobs.runtime.interpret
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-#: Gluon and its compiler change between releases; the Gluon kernels were tested with these.
-GLUON_VERSIONS = (3, 6), (3, 7)
+#: Version of Triton -> how the kernels were tested with it. Gluon, its compiler and the launcher in C
+#: change between releases. So with other versions the portable kernels replace the Gluon kernels,
+#: and every launch goes through Triton's JIT.
+TESTED_VERSIONS = {
+    (3, 6): "all kernels ran on H100 and H200",
+    (3, 7): "the Gluon kernels ran on an H200 with the launcher of 3.6",
+    (3, 8): "all kernels compile",
+    (3, 9): "all kernels compile; attention ran on an H200",
+}
 #: Compute capabilities of devices where a CTA can have 227 KB of shared memory.
 LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,7 +60,7 @@ class Device:
     @property
     def supports_sm90_gluon(self) -> bool:
         """True if the Gluon kernels for Hopper run on the device with this version of Triton."""
-        return self.is_hopper and self.triton_version in GLUON_VERSIONS
+        return self.is_hopper and self.triton_version in TESTED_VERSIONS
 
     @property
     def is_hopper(self) -> bool:
@@ -62,13 +70,16 @@ class Device:
     @property
     def note(self) -> str | None:
         """Why the Gluon kernels do not run on a Hopper GPU, or None."""
-        if not self.is_hopper or self.triton_version in GLUON_VERSIONS:
+        if not self.is_hopper or self.triton_version in TESTED_VERSIONS:
             return None
-        version, tested = (
-            ".".join(map(str, self.triton_version)),
-            " and ".join(".".join(map(str, v)) for v in GLUON_VERSIONS),
+        version, first, last = (
+            ".".join(map(str, v))
+            for v in (self.triton_version, min(TESTED_VERSIONS), max(TESTED_VERSIONS))
         )
-        return f"the faster kernels for Hopper were tested with Triton {tested}, not {version}"
+        return (
+            f"the faster kernels for Hopper were tested with Triton {first} to {last}, not "
+            f"{version}; portable kernels run instead"
+        )
 
     @property
     def rejection(self) -> str | None:
@@ -87,17 +98,20 @@ class Device:
 
 @cache
 def device_info(device: torch.device) -> Device:
-    """Return the record of a device."""
+    """Return the record of a device; warn once if faster kernels do not run on it."""
     if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
         return Device("cpu", (8, 0), 3, 0, 0)
     properties = torch.cuda.get_device_properties(device)
-    return Device(
+    record = Device(
         "nvidia" if torch.version.cuda is not None else "amd",
         torch.cuda.get_device_capability(device),
         properties.multi_processor_count,
         getattr(properties, "shared_memory_per_block_optin", 0),
         properties.L2_cache_size,
     )
+    if record.note:
+        warnings.warn(f"scree: {record.note}", RuntimeWarning, stacklevel=2)
+    return record
 
 
 @constant

@@ -42,6 +42,7 @@ from scree.dispatch.operation import KernelUnavailableError
 
 from .device import (
     INTERPRETED,
+    TESTED_VERSIONS,
     TRITON_VERSION,
     current_device,
     current_stream,
@@ -56,8 +57,6 @@ _MAX_ENCODED = 4096  # entries of a cache of descriptors
 _address = torch.Tensor.data_ptr
 # 16 if all numbers are multiples of 16. `partial` passes them on without building a list.
 _alignment = partial(gcd, 16)
-# The interface of the launcher in C is private to Triton; these versions of it are implemented.
-_SUPPORTED_VERSIONS = (3, 6), (3, 7)
 # Later launchers truncate numbers that do not fit into 32 bits, where 3.6 raises OverflowError.
 _TRUNCATES = TRITON_VERSION > (3, 6)
 
@@ -379,7 +378,9 @@ class Launch:
                 f"{args.__name__} and the constants do not match the parameters of the kernel: "
                 f"expected {tuple(kernel.arg_names)}, got {(*args.fields, *constants)}"
             )
-        self.kernel, self.constants, self.options, self.rows = kernel, constants, options, rows
+        # Triton 3.9 warns if kernels do not choose, and 3.10 changes the default.
+        self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
+        self.constants, self.rows = constants, rows
         self.values = tuple(constants.values())
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
@@ -435,7 +436,7 @@ class Launch:
             raise KernelUnavailableError(self.failures[kind]) from error
         if (
             max(0, *strides, *numbers) < _LIMIT
-            and TRITON_VERSION in _SUPPORTED_VERSIONS
+            and TRITON_VERSION in TESTED_VERSIONS
             and not INTERPRETED
         ):
             self._keep(kind, compiled, pointers[0].get_device())
@@ -461,12 +462,18 @@ class Launch:
             self.encoded.clear()
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
+        # A new thread, such as autograd's, has no CUDA context before its first call of the runtime,
+        # and the encoder needs one. This call creates it.
+        torch.cuda.is_current_stream_capturing()
         arguments: tuple = ()
+        unused = (None,) if TRITON_VERSION >= (3, 8) else ()
         for i, (base, shape, metadata) in enumerate(zip(described, shapes, self.metadata)):
             single = i, _address(base), shape
             if single not in self.encoded:
                 self.encoded[single] = (
-                    *make_tensordesc_arg(_Described(base, shape.shape, shape.strides), metadata),
+                    *make_tensordesc_arg(
+                        _Described(base, shape.shape, shape.strides), metadata, *unused
+                    ),
                 )
             arguments += self.encoded[single]
         self.encoded[key] = arguments

@@ -25,23 +25,29 @@ def _present(*tensors: tuple[Any, int | str]) -> list[int | str]:
     return [placement for shape, placement in tensors if shape is not None]
 
 
-def _attention(devices, q, k, v, slopes, cu_q, cu_k, tiles, *_) -> Iterator[Sharding]:
-    rows = [REPLICATED] * 3
+def _attention(devices, q, k, v, slopes, seed, cu_q, cu_k, tiles, *_) -> Iterator[Sharding]:
+    # The random numbers of dropout depend on the index of the head among all heads.
+    if seed is not None:
+        return
+    rows, slopes_axis = [REPLICATED] * 3, len(slopes or (0,)) - 1
     if k[1] % devices == 0:
-        yield [1, 0], [*_present((q, 1), (k, 1), (v, 1), (slopes, 0)), *rows]
+        yield [1, 0], [*_present((q, 1), (k, 1), (v, 1), (slopes, slopes_axis)), *rows]
     elif k[1] == 1 and q[1] % devices == 0:  # all queries share the head of the keys
-        placements = (q, 1), (k, REPLICATED), (v, REPLICATED), (slopes, 0)
+        placements = (q, 1), (k, REPLICATED), (v, REPLICATED), (slopes, slopes_axis)
         yield [1, 0], [*_present(*placements), *rows]
 
 
 def _attention_backward(
-    devices, q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *_
+    devices, q, k, v, slopes, seed, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *_
 ) -> Iterator[Sharding]:
+    if seed is not None:
+        return
+    slopes_axis = len(slopes or (0,)) - 1
     rows, grads = [REPLICATED] * 4, ((out, 1), (lse, 0), (dout, 1), (dlse, 0))
     if k[1] % devices == 0:
-        yield [1, 1, 1], [*_present((q, 1), (k, 1), (v, 1), (slopes, 0), *grads), *rows]
+        yield [1, 1, 1], [*_present((q, 1), (k, 1), (v, 1), (slopes, slopes_axis), *grads), *rows]
     elif k[1] == 1 and q[1] % devices == 0:
-        placements = (q, 1), (k, REPLICATED), (v, REPLICATED), (slopes, 0), *grads
+        placements = (q, 1), (k, REPLICATED), (v, REPLICATED), (slopes, slopes_axis), *grads
         yield [1, PARTIAL, PARTIAL], [*_present(*placements), *rows]
 
 

@@ -9,10 +9,11 @@ Descriptors are ragged (see `launch.Ragged`): TMA itself ends at a row's last to
 zeros. So no tile ever holds a token of another row.
 
 A head is read as PARTS parts of BLOCK_D numbers: one part of 32, 64 or 128 up to head_dim 128,
-three of 64 up to 192, two of 128 up to 256. Where the parts are wider than HEAD_DIM, TMA fills the
-rest with zeros. The heads of v have HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the
-parts of one operand. Products that sum over the head dimension add up over the parts; products that
-produce the head dimension return a tuple with one accumulator per part.
+except three of 32 from 65 to 96; five of 32 up to 160, three of 64 up to 192, two of 128 up to 256.
+Where the parts are wider than HEAD_DIM, TMA fills the rest with zeros. The heads of v have
+HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the parts of one operand. Products that sum
+over the head dimension add up over the parts; products that produce the head dimension return a
+tuple with one accumulator per part.
 """
 
 from collections.abc import Iterator
@@ -187,6 +188,16 @@ def wait_mma(pending: gl.constexpr, acc, a, PARTS: gl.constexpr):
 
 
 # --- Barriers
+# One thread arrives for all warps of a partition, and every warp polls. If the thread arrived while
+# another warp still polls, the other side could use the slot again, complete the next phase of the
+# same parity, and leave the slow warp waiting forever (Triton's pull request 10035). It cannot:
+# - Consumers: Triton puts a barrier of the warp group before each arrival. So all four warps have
+#   left every earlier wait.
+# - Producers have one warp. Its phases complete by the bytes of TMA loads, which one elected lane
+#   issues after all lanes have met. Arrivals without bytes follow a barrier of the warp.
+# - The loads of STATS (`cp.async`) are counted by every lane before that meeting. So the phase
+#   cannot complete before them.
+# `tests/barrier_paths.py` checks these barriers on every path of the compiled kernels.
 @gluon.jit
 def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
     """Allocate `count` mbarriers that complete after `arrivals` arrivals."""
@@ -279,14 +290,14 @@ def load_tile(tile):
 
 
 @gluon.jit
-def allocate_tile_queue(slots: gl.constexpr = 2):
+def allocate_tile_queue(slots: gl.constexpr = 2, MERGED: gl.constexpr = False):
     """Allocate room for the entries of two tiles, the current one and the next one.
 
-    Each entry has one copy per lane of the producer warp.
+    Each entry has one copy per lane of the producer warp. If MERGED, the attended tokens of the
+    tile's tokens follow.
     """
-    return gl.allocate_shared_memory(
-        gl.int32, [slots, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    SIZE: gl.constexpr = 512 if MERGED else 256
+    return gl.allocate_shared_memory(gl.int32, [slots, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -299,7 +310,37 @@ def publish_tile(slot, tile, tile_id, total_tiles, head):
     e = gl.arange(0, 32 * 8, gl.BlockedLayout([8], [32], [1], [0])) % 8
     entry = gl.load(tile + e)
     entry = gl.where(e == 5, head, entry)
-    slot.store(gl.where(tile_id < total_tiles, entry, 0))
+    slot.slice(0, 32 * 8).store(gl.where(tile_id < total_tiles, entry, 0))
+
+
+@gluon.jit
+def publish_attended(slot, attended, total, offset, seqlen, start, barrier):
+    """Start the copy of the attended tokens of a tile's tokens to the consumers' queue.
+
+    `attended` holds the attended tokens of all `total` tokens, see `schedule_tiles`.
+    """
+    offs = start + gl.arange(0, 64, gl.BlockedLayout([1], [32], [1], [0]))
+    for i in gl.static_range(3):
+        start_copy(
+            slot.slice(256 + 64 * i, 64), attended + i * total + offset + offs, offs < seqlen
+        )
+    async_copy.mbarrier_arrive(barrier)
+
+
+@gluon.jit
+def receive_attended(slot, LAYOUT: gl.constexpr):
+    """Read the attended tokens of a tile's tokens, relative to the offset of the attended rows.
+
+    Returns the first one, the end, and the one that is aligned with the token. Tokens after the end
+    of the tile attend to none.
+    """
+    entry = slot.slice(0, 8).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    offset = entry_field(entry, 2)
+    return (
+        slot.slice(256, 64).load(LAYOUT) - offset,
+        slot.slice(320, 64).load(LAYOUT) - offset,
+        slot.slice(384, 64).load(LAYOUT) - offset,
+    )
 
 
 @gluon.jit

@@ -102,6 +102,9 @@ class Backend:
     activations
         Name -> the library's own "relu", "gelu", "gelu_tanh" or "silu", which computes half
         precision in float32. Functions of the standard compute the others.
+    word_dtype
+        The name of the dtype in which numbers of 32 bits are computed: "int64" in a library with
+        too few functions of uint32.
     make_guard
         ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
         host-visible metadata (dtype, shape, strides, device), or None if such calls must not be
@@ -127,6 +130,7 @@ class Backend:
     write: Callable[[Any, tuple[Any, ...], Any], Any] | None = None
     erf: Callable[[Any], Any] | None = None
     activations: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    word_dtype: str = "uint32"
     make_guard: Callable[[list[Any]], Callable[..., bool] | None] | None = None
 
     def __repr__(self) -> str:

@@ -203,6 +203,7 @@ BACKEND = Backend(
     split=torch.split,
     write=_write,
     erf=torch.special.erf,
+    word_dtype="int64",
     activations={
         "relu": torch.relu,
         "gelu": torch.nn.functional.gelu,

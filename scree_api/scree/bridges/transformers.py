@@ -70,7 +70,8 @@ def register(name: str = "scree") -> None:
 
     Attention dropout, which many configurations train with, runs PyTorch's own attention with a
     dense mask of all pairs of tokens: it draws the same numbers as ``sdpa`` and needs as much
-    memory. Set it to 0 for memory linear in the number of tokens.
+    memory. Set it to 0 for memory linear in the number of tokens. Layers with a softcap or sinks,
+    which ``sdpa`` lacks, use the dropout of `attention`.
 
     Arguments of transformers that scree does not support raise: position biases, attention weights,
     and masks other than causal, windowed, padded or packed.
@@ -250,7 +251,10 @@ def forward(
         "sinks": kwargs.get("s_aux"),
     }
     batch, length = query.shape[0], query.shape[2]
-    if dropout:
+    if dropout and (options["softcap"] is not None or options["sinks"] is not None):
+        seed = torch.randint(2**63 - 1, (1,), device=query.device)
+        options = {**options, "dropout": dropout, "seed": seed}
+    elif dropout:
         ids = attention_mask
         if cu_seq_lens_q is not None:
             ids = _ids_from_offsets(cu_seq_lens_q, length)
@@ -303,9 +307,6 @@ def _dropout_attention(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Compute attention with dropout by PyTorch's own function; see `forward` for the shapes."""
-    for name in ("softcap", "sinks"):
-        if options[name] is not None:
-            raise ValueError(f"dropout: expected 0 with {name}, got {dropout}; use eager")
     length, kv_length = query.shape[2], key.shape[2]
     rows = torch.arange(kv_length - length, kv_length, device=query.device)[:, None]
     columns = torch.arange(kv_length, device=query.device)

@@ -41,12 +41,13 @@ def lookup(
     for x in arrays.values():
         cls = type(x)
         if cls is Array:
+            x_layout = x.layout
             if layout is None:
-                layout = x.layout
-            if x.layout is layout:
+                layout = x_layout
+            if x_layout is layout:
                 axes.append(x.ragged_dim)
-            elif second is None or x.layout is second:
-                second = x.layout
+            elif second is None or x_layout is second:
+                second = x_layout
                 axes.append(~x.ragged_dim)  # negative: on the second layout
             else:
                 return None, values
@@ -65,8 +66,10 @@ def lookup(
     settings = (*options.values(),)
     types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
     if tuple in types:
-        types = *types, *((*map(type, x),) for x in settings if type(x) is tuple)
-    cache = layout.cache if second is None else layout.pair_cache(second)
+        for x in settings:
+            if type(x) is tuple:
+                types += (*map(type, x),)
+    cache = layout.eager_cache() if second is None else layout.pair_cache(second)
     key = (operation, kernel, settings, types, *axes)
     try:
         entries: list[Entry] | None = cache.get(key)

@@ -26,6 +26,7 @@ from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
 from ..dispatch.operation import define_operation
 from ..layout import Layout, Tiles, host_offsets_of
+from .philox import as_seed, kept_pairs, round_probability
 from .row_chunks import equal_cost_bounds, join_rows, split_rows
 from .segment import append_axes, gather_tiles
 
@@ -63,6 +64,10 @@ class AttentionCall:
         ``softcap * tanh(score / softcap)`` replaces the score, or None.
     alibi_slopes
         (num_heads,), (n, num_heads) or None; see `attention`.
+    dropout
+        Probability with which a weight of the softmax is set to 0.
+    seed
+        Result of `philox.as_seed`; None without dropout.
     deterministic
         Whether equal inputs must give equal bits, in gradients too.
     return_lse
@@ -78,6 +83,8 @@ class AttentionCall:
     scale: Any = None  # the constructor makes it a float
     softcap: float | None = None
     alibi_slopes: Any = None
+    dropout: float = 0.0
+    seed: Any = None
     deterministic: bool = False
     return_lse: bool = False
 
@@ -117,6 +124,9 @@ class AttentionCall:
         )
         if self.alibi_slopes is not None:
             check_slopes(self.alibi_slopes, q)
+        object.__setattr__(self, "dropout", check_dropout(self.dropout))
+        if not self.dropout:
+            object.__setattr__(self, "seed", None)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "window", normalize_window(self.window, causal))
 
@@ -177,6 +187,16 @@ def check_slopes(slopes: Any, q: Array) -> None:
         )
 
 
+def check_dropout(dropout: Any) -> float:
+    """Return the rounded probability of dropout; raise unless it is in [0, 1)."""
+    dropout = checks.check_number("dropout", dropout)
+    if not 0 <= dropout < 1:
+        raise ValueError(
+            f"dropout: expected a probability in [0, 1), got {dropout}; 0 for no dropout"
+        )
+    return round_probability(dropout)
+
+
 def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | None]:
     """Return a window as (left, right); right is 0 for causal calls.
 
@@ -211,6 +231,8 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     deterministic: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
@@ -242,11 +264,18 @@ def attention(
     alibi_slopes
         (num_heads,) slopes m, or (n, num_heads) with one slope per row and head: m times the
         distance of query and key is subtracted from each score, after the softcap (Press et al.,
-        2021). Only the standard implementation differentiates the slopes and takes slopes per row;
-        the Triton kernels reject such slopes.
+        2021). Only the standard implementation differentiates the slopes.
     sinks
         (num_heads,): an extra key per head, whose score is ``sinks[h]`` and whose value is zero
         (Xiao et al., 2023). It has a gradient.
+    dropout
+        Probability in [0, 1), rounded to a multiple of 2**-16, with which a weight of the softmax
+        is set to 0; the other weights are divided by ``1 - dropout``. It does not change the
+        log-sum-exp.
+    seed
+        Source of the random numbers of `dropout`, which needs it: an integer from 0 to 2**63 - 1, or
+        an integer array of one element on the device of `q`. Equal seeds drop the same pairs of a
+        query and a key in every kernel and library, also if the rows have other keys or values.
     deterministic
         Require the same bits each time, in gradients too; kernels that cannot promise it reject the
         call. The standard implementation is as deterministic as its library.
@@ -284,9 +313,13 @@ def attention(
         "window": window,
         "scale": scale,
         "softcap": softcap,
+        "dropout": check_dropout(dropout) if dropout else 0.0,
         "deterministic": deterministic,
         "return_lse": return_lse,
     }
+    # The seed of a call without dropout has no effect, so that it does not change the kernel.
+    if options["dropout"]:
+        arrays["seed"] = as_seed(seed, check_ragged("q", q))
     if sinks is None:
         return _attention.run(arrays, options, kernel)
     checks.check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
@@ -321,6 +354,8 @@ class _Schedule(NamedTuple):
         (tiles, QUERY_TILE) index into q.
     rows
         (tiles,) row of each tile.
+    in_row
+        (tiles, QUERY_TILE) position of each query in its own row.
     query_positions
         (tiles, QUERY_TILE) position of each query in the row of keys, ``i + len_k - len_q``; it may
         be negative.
@@ -340,6 +375,7 @@ class _Schedule(NamedTuple):
     slots: Any
     tokens: Any
     rows: Any
+    in_row: Any
     query_positions: Any
     first_key: Any
     last_key: Any
@@ -359,6 +395,11 @@ class _OnlineSoftmax(NamedTuple):
 
 @define_operation("attention", AttentionCall)
 def _attention(call: AttentionCall) -> Any:
+    return _attend_rows(call)
+
+
+def _attend_rows(call: AttentionCall, queries_before: int = 0) -> Any:
+    """Return the result of a call whose rows follow `queries_before` other queries."""
     q, layout, k_layout = call.q, call.q.layout, call.k.layout
     xp, wide = layout.xp, accumulation_dtype(layout.xp, q.values.dtype)
     # Without rows, queries or keys.
@@ -372,14 +413,15 @@ def _attention(call: AttentionCall) -> Any:
             return empty_result(call)  # all tokens are in the tail
         bounds = _row_bounds(call, size, q_host, k_host)
         if bounds is not None:
-            return _attend_ranges(call, bounds)
+            return _attend_ranges(call, bounds, q_host)
     key = ("attention schedule", size, call.window, is_known)
     schedule = layout.cached(key, lambda: _make_schedule(call, size, is_known), pair=k_layout)
     tiles = k_layout.tiles(KEY_TILE)
     kv_tiles = [_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v)]
     chunks = _chunks(call, schedule)
     is_finite = _are_known_finite(call, kv_tiles)
-    parts = [_attend(call, schedule, chunk, kv_tiles, is_finite) for chunk in chunks]
+    starts = layout.offsets[:-1] + queries_before if call.dropout else None
+    parts = [_attend(call, schedule, chunk, kv_tiles, is_finite, starts) for chunk in chunks]
 
     def to_tokens(blocks: list[Any], dtype: Any) -> Array:
         joined = blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)
@@ -427,7 +469,7 @@ def _row_bounds(
     return bounds if bounds.size > 2 else None
 
 
-def _attend_ranges(call: AttentionCall, bounds: np.ndarray) -> Any:
+def _attend_ranges(call: AttentionCall, bounds: np.ndarray, q_host: np.ndarray) -> Any:
     """Run the call on the rows between the bounds, one range after the other."""
     q, k, results = call.q, call.k, []
     v = Array.from_layout(call.v.values, k.layout)
@@ -437,7 +479,7 @@ def _attend_ranges(call: AttentionCall, bounds: np.ndarray) -> Any:
         if slopes is not None and len(slopes.shape) == 2:
             slopes = slopes[int(bounds[i]) : int(bounds[i + 1]), :]
         part = replace(call, q=part_q, k=part_k, v=part_v, alibi_slopes=slopes, return_lse=True)
-        results.append(_attention.run_call(part, "standard"))
+        results.append(_attend_rows(part, int(q_host[bounds[i]])))
     out, lse = (join_rows(q, [x.values for x in parts]) for parts in zip(*results, strict=True))
     return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)
 
@@ -488,7 +530,7 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     start = first[:, 0] // KEY_TILE * KEY_TILE
     start_tile = per_tile(k.tiles(KEY_TILE).layout.offsets[:-1]) + start // KEY_TILE
     slots = q.tile_slots(size)
-    per_query_tile = tiles.tokens, tiles.rows, positions, first, last, start, start_tile
+    per_query_tile = tiles.tokens, tiles.rows, in_row, positions, first, last, start, start_tile
     if not is_known:
         return _Schedule(slots, *per_query_tile, None, None)
     counts = np.maximum(-(-(last.max(axis=1) + 1 - start) // KEY_TILE), 1)
@@ -538,12 +580,18 @@ def _key_tile_steps(
 
 
 def _attend(
-    call: AttentionCall, schedule: _Schedule, chunk: slice, kv_tiles: list[Any], is_finite: bool
+    call: AttentionCall,
+    schedule: _Schedule,
+    chunk: slice,
+    kv_tiles: list[Any],
+    is_finite: bool,
+    row_starts: Any,
 ) -> tuple[Any, Any]:
     """Return a chunk's output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads).
 
     Scores are keys by queries, (tiles, num_kv_heads, KEY_TILE, groups * size), so that maxima and
     sums run along the slow axis. `is_finite` tells that the inputs are known to be finite.
+    `row_starts` has the number of queries before each row, for dropout.
     """
     xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
     num_tiles, size = schedule.tokens[chunk, :].shape
@@ -584,7 +632,10 @@ def _attend(
                 v, special = _without_special_values(xp, v, visible)
             by_query = xp.where(visible[:, None, :, None, :], by_query, -float("inf"))
             score = xp.reshape(by_query, score.shape)
-        state = _update(xp, state, score, v, is_masked)
+        kept = None
+        if row_starts is not None:
+            kept = _kept(call, schedule, part, keys[:, 0], row_starts)
+        state = _update(xp, state, score, v, is_masked, kept)
         if special is not None:
             by_query = xp.reshape(state.values, (*state.values.shape[:3], -1, size))
             by_query = by_query + special[:, :, :, None, :]
@@ -595,6 +646,8 @@ def _attend(
     nonzero = state.total != 0  # True for NaN, which must reach the result
     divisor = xp.where(nonzero, state.total, 1.0)
     out = xp.where(nonzero, state.values, 0.0) / divisor
+    if call.dropout:
+        out = out * (1 / (1 - call.dropout))
     lse = xp.where(nonzero, state.maximum + xp.log(divisor), -float("inf"))
 
     def to_queries(x: Any) -> Any:
@@ -642,6 +695,19 @@ def _slopes(call: AttentionCall, rows: Any, dtype: Any) -> Any:
     return xp.reshape(slopes, (-1, call.num_kv_heads, 1, groups, 1))
 
 
+def _kept(
+    call: AttentionCall, schedule: _Schedule, part: slice, first_keys: Any, row_starts: Any
+) -> Any:
+    """Return which weights dropout keeps, in the form of the scores of `_attend`."""
+    xp, queries = call.q.layout.xp, schedule.in_row[part, :]
+    starts = xp.take(row_starts, schedule.rows[part], axis=0)
+    layout, heads = call.q.layout, call.num_heads
+    kept = kept_pairs(layout, call.seed, call.dropout, queries, first_keys, starts, heads, KEY_TILE)
+    shape = (kept.shape[0], call.num_kv_heads, -1, KEY_TILE, queries.shape[1])
+    kept = xp.permute_dims(xp.reshape(kept, shape), (0, 1, 3, 2, 4))
+    return xp.reshape(kept, (*kept.shape[:3], -1))
+
+
 def _scores(call: AttentionCall, q: Any, k: Any, keys: Any, queries: Any, slopes: Any) -> Any:
     """Return the scores of tiles, whose keys and queries are at the positions `keys`, `queries`."""
     xp, score = call.q.layout.xp, call.q.layout.xp.matmul(k, q)
@@ -674,15 +740,16 @@ def _without_special_values(xp: Any, v: Any, visible: Any) -> tuple[Any, Any]:
 
 
 def _update(
-    xp: Any, state: _OnlineSoftmax | None, score: Any, v: Any, is_masked: bool
+    xp: Any, state: _OnlineSoftmax | None, score: Any, v: Any, is_masked: bool, kept: Any
 ) -> _OnlineSoftmax:
-    """Return the online softmax with one more tile of keys."""
+    """Return the online softmax with one more tile of keys; `kept` are weights without dropout."""
     maximum = xp.max(score, axis=2, keepdims=True)
     maximum = maximum if state is None else xp.maximum(maximum, state.maximum)
     # A query that has seen no key has the maximum -inf, and -inf - -inf is NaN.
     base = xp.where(maximum == -float("inf"), 0.0, maximum) if is_masked else maximum
     weights = xp.exp(score - base)
     total = xp.sum(weights, axis=2, keepdims=True)
+    weights = weights if kept is None else xp.where(kept, weights, 0.0)
     values = xp.matmul(xp.matrix_transpose(v), weights)
     if state is not None:
         rescale = xp.exp(state.maximum - base)

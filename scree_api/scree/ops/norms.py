@@ -104,7 +104,8 @@ def layer_norm(
         (D,) scale and shift, or None.
     residual
         Like `x`, or None. It is added to `x` first, and the sum, to which the next block adds, is
-        returned too.
+        returned too. In half precision the norm is of the float32 sum, and the returned sum is
+        rounded. A kernel may compute gradients from the rounded sum.
     eps
         Added to the variance.
     kernel
@@ -174,11 +175,14 @@ def rms_norm(
 
 
 def _normalize(call: NormCall, center: bool) -> Any:
-    values, xp = call.values, backend(call.values).xp
+    total, xp = call.values, backend(call.values).xp
+    dtype = total.dtype
+    wide = accumulation_dtype(xp, dtype)
+    y = xp.astype(total, wide, copy=False)
     if call.residual is not None:
-        values = values + call.residual_values
-    wide = accumulation_dtype(xp, values.dtype)
-    y = xp.astype(values, wide, copy=False)
+        # The norm is of the sum before it is rounded.
+        y = y + xp.astype(call.residual_values, wide, copy=False)
+        total = xp.astype(y, dtype, copy=False)
     if center:
         y = y - xp.mean(y, axis=-1, keepdims=True)
     y = y / xp.sqrt(xp.mean(y * y, axis=-1, keepdims=True) + call.eps)
@@ -186,7 +190,7 @@ def _normalize(call: NormCall, center: bool) -> Any:
         y = y * xp.astype(call.weight, wide, copy=False)
     if call.bias is not None:
         y = y + xp.astype(call.bias, wide, copy=False)
-    return call.result(xp.astype(y, values.dtype, copy=False), values)
+    return call.result(xp.astype(y, dtype, copy=False), total)
 
 
 @define_operation("layer_norm", NormCall)

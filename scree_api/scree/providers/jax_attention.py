@@ -353,6 +353,8 @@ def rejects(call: AttentionCall) -> str | None:
         return "the loops take JAX arrays only"
     if call.alibi_slopes is not None:
         return "the loops have no ALiBi"
+    if call.dropout:
+        return "the loops have no dropout"
     if 0 in (call.q.batch_size, call.q.total_length, call.k.total_length):
         return "the loops need at least one token"
     return None

@@ -12,7 +12,7 @@ from ..dispatch.registry import register_kernel
 from ..ops.cross_entropy import (
     LinearCrossEntropyCall,
     losses_of_part,
-    reduce_losses,
+    reduce_token_losses,
     tokens_per_part,
 )
 
@@ -44,7 +44,8 @@ def scan(call: LinearCrossEntropyCall) -> Any:
     @jax.checkpoint
     def part_losses(part: Any) -> Any:
         x, labels, counted = part
-        return losses_of_part(call.ignore_index, labels, counted, x, *call.parameters)
+        return losses_of_part(call, labels, counted, x, *call.parameters)
 
     losses = jax.lax.map(part_losses, tuple(map(split, (call.values, call.labels, call.counted))))
-    return reduce_losses(call, jnp.reshape(losses, (padded_total,))[:total])
+    losses = {name: jnp.reshape(x, (padded_total,))[:total] for name, x in losses.items()}
+    return reduce_token_losses(call, losses)

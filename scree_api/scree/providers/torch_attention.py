@@ -27,6 +27,8 @@ def rejects(call: AttentionCall) -> str | None:
         return "the fused kernel needs q and k with the same rows, known on the host"
     if call.return_lse or call.softcap is not None or call.alibi_slopes is not None:
         return "the fused kernel has no softcap and no ALiBi, and gives no log-sum-exp"
+    if call.dropout:
+        return "the fused kernel has no seed for dropout"
     if call.window != (None, 0 if call.causal else None):
         return "the fused kernel has no window"
     if call.scale <= 0:

@@ -17,6 +17,8 @@ def rejects(call: CrossEntropyCall) -> str | None:
     """Return why PyTorch's own function does not take the call."""
     if not isinstance(call.values, torch.Tensor):
         return "PyTorch's cross-entropy takes torch tensors only"
+    if call.has_options:
+        return "PyTorch's cross-entropy is used without options of the loss"
     if (
         BACKEND.is_compiling()
         or BACKEND.peek(call.labels) is None

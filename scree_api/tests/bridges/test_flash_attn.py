@@ -152,9 +152,92 @@ def test_functions_compile_without_graph_breaks(function: Any) -> None:
     torch.testing.assert_close(compiled(*arguments), function(*arguments))
 
 
-def test_flash_attn_dropout_raises() -> None:
-    with pytest.raises(NotImplementedError, match=r"^dropout_p: flash_attn_varlen_func"):
-        flash_attn_varlen_func(*make_inputs(), dropout_p=0.1)
+DROPOUT_CASES = {
+    name: CASES[name] for name in ("causal", "window", "softcap", "alibi per sequence")
+}
+
+
+def with_weights(case: str, dropout: float) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return inputs, output, log-sum-exp and signed weights of a call with dropout."""
+    inputs = make_inputs(kv_heads=2)
+    arguments, _ = DROPOUT_CASES[case]
+    torch.manual_seed(3)
+    return inputs, *flash_attn_varlen_func(
+        *inputs, dropout_p=dropout, **arguments, return_attn_probs=True
+    )
+
+
+@pytest.mark.parametrize("case", DROPOUT_CASES)
+def test_flash_attn_dropout_agrees_with_its_weights(case: str) -> None:
+    """The output is the product of the values and the weights that are not negative."""
+    (q, k, v, *_), out, lse, weights = with_weights(case, 0.3)
+    _, sums = reference_attention(q, k, v, **DROPOUT_CASES[case][1])
+    torch.testing.assert_close(lse, sums.T)
+    start = start_k = 0
+    for row, (a, b) in enumerate(zip(Q, K, strict=True)):
+        values = v[start_k : start_k + b].repeat_interleave(2, 1)
+        signed = weights[row, :, :a, :b]
+        total = signed.abs().sum(-1, keepdim=True).clamp(min=1e-300)
+        # The probability of dropout is rounded to a multiple of 2**-16.
+        kept = signed.clamp(min=0) / total / (1 - round(0.3 * 2**16) / 2**16)
+        expected = torch.einsum("hqk,khd->qhd", kept, values)
+        torch.testing.assert_close(out[start : start + a], expected)
+        start, start_k = start + a, start_k + b
+    seen = weights[weights != 0]
+    assert abs(float((seen < 0).double().mean()) - 0.3) < 4 * (0.21 / len(seen)) ** 0.5
+    assert not weights[:, :, max(Q) :].any() and not weights[1].any()
+
+
+def test_flash_attn_dropout_draws_from_the_generator_of_pytorch() -> None:
+    (_, first, *_), (_, second, *_) = (with_weights("causal", 0.3) for _ in range(2))
+    q, k, v, *rest = make_inputs(kv_heads=2)
+    other = flash_attn_varlen_func(q, k, v, *rest, dropout_p=0.3, causal=True)
+    assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("packed", ["qkv", "kv", "none"])
+def test_flash_attn_dense_dropout_agrees_with_varlen(packed: str) -> None:
+    q, k, v = (torch.randn(2, 30, 4, 16, dtype=torch.float64) for _ in range(3))
+    cu = torch.tensor([0, 30, 60], dtype=torch.int32)
+    torch.manual_seed(3)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    expected = flash_attn_varlen_func(*flat, cu, cu, 30, 30, 0.2, return_attn_probs=True)
+    torch.manual_seed(3)
+    if packed == "qkv":
+        qkv = torch.stack((q, k, v), 2)
+        out = flash_attn.flash_attn_qkvpacked_func(qkv, 0.2, return_attn_probs=True)
+    elif packed == "kv":
+        kv = torch.stack((k, v), 2)
+        out = flash_attn.flash_attn_kvpacked_func(q, kv, 0.2, return_attn_probs=True)
+    else:
+        out = flash_attn.flash_attn_func(q, k, v, 0.2, return_attn_probs=True)
+    torch.testing.assert_close(out[0].flatten(0, 1), expected[0])
+    torch.testing.assert_close(out[2], expected[2])
+
+
+def test_flash_attn_dropout_compiles_without_graph_breaks() -> None:
+    inputs = make_inputs(dtype=torch.float32)
+    compiled = torch.compile(flash_attn_varlen_func, backend="eager", fullgraph=True)
+    results = []
+    for function in (flash_attn_varlen_func, compiled):
+        torch.manual_seed(1)
+        results.append(function(*inputs, dropout_p=0.5, causal=True))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dropout", [1.0, -0.1, 2.0])
+def test_flash_attn_invalid_dropout_raises(dropout: float) -> None:
+    with pytest.raises(ValueError, match=r"dropout_p: expected a probability in \[0, 1\)"):
+        flash_attn_varlen_func(*make_inputs(), dropout_p=dropout)
+
+
+def test_flash_attn_dropout_with_a_paged_cache_raises() -> None:
+    q, _, _, cu, *_ = make_inputs()
+    cache, table = torch.zeros(4, 16, 4, 16, dtype=q.dtype), torch.zeros(5, 8, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="dropout_p: flash_attn_varlen_func with block"):
+        flash_attn_varlen_func(
+            q, cache, cache, cu, cu, max(Q), max(Q), dropout_p=0.1, block_table=table
+        )
 
 
 def test_varlen_attn_invalid_arguments_raise() -> None:

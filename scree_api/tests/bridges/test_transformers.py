@@ -287,8 +287,10 @@ def test_attention_dropout_drops_the_given_fraction() -> None:
     out, _ = bridge.forward(layer, q, k, v, None, dropout=0.25, is_causal=False)
     assert abs(float((out == 0).float().mean()) - 0.25) < 0.01
     torch.testing.assert_close(out.max(), torch.tensor(1 / 400 / 0.75))
-    with pytest.raises(ValueError, match="dropout: expected 0 with softcap"):
-        bridge.forward(layer, q, k, v, None, dropout=0.25, softcap=1.0)
+    for more in ({"softcap": 1.0}, {"s_aux": torch.full((2,), -1e9)}):
+        out, _ = bridge.forward(layer, q, k, v, None, dropout=0.25, is_causal=False, **more)
+        assert abs(float((out == 0).float().mean()) - 0.25) < 0.01
+        torch.testing.assert_close(out.max(), torch.tensor(1 / 400 / 0.75), rtol=1e-4, atol=0)
 
 
 def test_unsupported_arguments_raise() -> None:

@@ -29,6 +29,8 @@ class Options:
         (left, right); None is unbounded, and a causal call has right = 0.
     scale, softcap, alibi_slopes, sinks
         As in `attention`.
+    dropout, seed
+        The probability of dropout, and its seed, an int64 tensor of one element, or None.
     deterministic
         Whether gradients too must have the same bits each time.
     chunk
@@ -40,6 +42,8 @@ class Options:
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    dropout: float = 0.0
+    seed: torch.Tensor | None = None
     deterministic: bool = False
     chunk: int | None = None
 
@@ -57,10 +61,18 @@ def make_options(
     softcap: Any = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
+    dropout_p: Any = 0.0,
+    device: torch.device | None = None,
     deterministic: Any = False,
     attention_chunk: Any = 0,
 ) -> Options:
-    """Return the options of a call; numbers may be tensors with one element, and flags integers."""
+    """Return the options of a call; numbers may be tensors with one element, and flags integers.
+
+    The seed of dropout is drawn from PyTorch's generator of `device`, as FlashAttention draws it.
+    """
+    dropout = float(as_number(dropout_p))
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {dropout}")
     left, right = window_bounds(window_size)
     softcap, chunk = as_number(softcap), as_number(attention_chunk)
     if chunk < 0:
@@ -71,6 +83,8 @@ def make_options(
         softcap=float(softcap) if softcap > 0 else None,
         alibi_slopes=alibi_slopes,
         sinks=learnable_sink,
+        dropout=dropout,
+        seed=torch.randint(2**63 - 1, (1,), device=device) if dropout else None,
         deterministic=bool(as_number(deterministic)),
         chunk=int(chunk) or None,
     )
@@ -217,6 +231,8 @@ def attend(
         softcap=options.softcap,
         alibi_slopes=options.alibi_slopes,
         sinks=options.sinks,
+        dropout=options.dropout,
+        seed=options.seed,
         deterministic=options.deterministic,
         return_lse=return_lse,
         kernel="triton" if options.deterministic and q.values.is_cuda else None,

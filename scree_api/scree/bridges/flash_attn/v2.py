@@ -8,7 +8,6 @@ import torch
 
 from .common import (
     Options,
-    as_number,
     attend,
     attend_padded,
     check_ndim,
@@ -16,9 +15,11 @@ from .common import (
     check_unsupported,
     make_options,
     pad_result,
+    padded_array,
     ragged_array,
 )
 from .kvcache import attend_to_cache, attention_with_kvcache, make_cache, split_size
+from .probabilities import signed_weights
 
 __all__ = [
     "flash_attn_func",
@@ -57,20 +58,19 @@ def flash_attn_func(
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
         As in `flash_attn_varlen_func`.
     return_attn_probs
-        Whether to return the log-sum-exp of the scores too, and None for the probabilities.
+        Whether to return the log-sum-exp of the scores too, and the weights as
+        `flash_attn_varlen_func` does.
 
     Returns
     -------
-    out or (out, softmax_lse, None)
-        (batch, seqlen_q, num_heads, head_dim) output, and (batch, num_heads, seqlen_q) float32
-        log-sum-exp.
+    out or (out, softmax_lse, S_dmask)
+        (batch, seqlen_q, num_heads, head_dim) output, (batch, num_heads, seqlen_q) float32
+        log-sum-exp, and None or the weights.
 
     Raises
     ------
-    NotImplementedError
-        If `dropout_p` is not 0.
     ValueError
-        If shapes do not fit.
+        If shapes do not fit, or `dropout_p` is not in [0, 1).
 
     Examples
     --------
@@ -80,17 +80,24 @@ def flash_attn_func(
     >>> flash_attn_func(x, x, x, causal=True).shape
     torch.Size([2, 5, 4, 8])
     """
-    check_unsupported("flash_attn_func", dropout_p=as_number(dropout_p) or None)
+    check_ndim("q", q, 4, "(batch, seqlen, num_heads, head_dim)")
     options = make_options(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        device=q.device,
         deterministic=deterministic,
     )
     out, lse = attend_padded(q, k, v, options, return_attn_probs)
-    return (out, lse, None) if return_attn_probs else out
+    if not return_attn_probs:
+        return out
+    weights = None
+    if options.dropout:
+        weights = signed_weights(padded_array("q", q), padded_array("k", k), options)
+    return out, lse, weights
 
 
 def flash_attn_kvpacked_func(
@@ -119,15 +126,13 @@ return_attn_probs
 
     Returns
     -------
-    out or (out, softmax_lse, None)
+    out or (out, softmax_lse, S_dmask)
         As `flash_attn_func` returns them.
 
     Raises
     ------
-    NotImplementedError
-        If `dropout_p` is not 0.
     ValueError
-        If shapes do not fit.
+        If shapes do not fit, or `dropout_p` is not in [0, 1).
 
     Examples
     --------
@@ -175,15 +180,13 @@ return_attn_probs
 
     Returns
     -------
-    out or (out, softmax_lse, None)
+    out or (out, softmax_lse, S_dmask)
         As `flash_attn_func` returns them.
 
     Raises
     ------
-    NotImplementedError
-        If `dropout_p` is not 0.
     ValueError
-        If shapes do not fit.
+        If shapes do not fit, or `dropout_p` is not in [0, 1).
 
     Examples
     --------
@@ -255,24 +258,28 @@ def flash_attn_varlen_func(
         Scores become ``softcap * tanh(score / softcap)``; 0 for none.
     alibi_slopes
         (num_heads,) slopes, or (n, num_heads) with one slope per sequence and head: the score
-        decreases by the slope times the distance of query and key. Only the standard implementation
-        takes slopes per sequence.
+        decreases by the slope times the distance of query and key.
     deterministic
         Whether equal inputs must give equal bits, gradients included. On CUDA only the Triton
         kernels guarantee that, so a call that they reject raises. No effect with `block_table`.
     return_attn_probs
-        Whether to return the log-sum-exp of the scores too, and None for the probabilities, which
-        are never computed.
+        Whether to return the log-sum-exp of the scores too, and the weights of the softmax. These
+        are None without dropout. With it they take memory for all pairs of tokens, and are meant
+        for tests: (n, num_heads, max_seqlen_q, max_seqlen_k), relative to the largest weight of the
+        query, and negative where dropped.
     block_table
         (n, max_num_blocks) pages of each sequence in the caches, in order. Entries after the pages
         in use may have any value.
     dropout_p
-        Not supported; must be 0.
+        Probability in [0, 1) with which a weight of the softmax is set to 0; the other weights are
+        divided by ``1 - dropout_p``. Each call draws a seed from PyTorch's generator of the device
+        of `q`. FlashAttention draws other numbers. Not with `block_table`.
 
     Returns
     -------
-    out or (out, softmax_lse, None)
-        (total_q, num_heads, head_dim) output, and (num_heads, total_q) float32 log-sum-exp.
+    out or (out, softmax_lse, S_dmask)
+        (total_q, num_heads, head_dim) output, (num_heads, total_q) float32 log-sum-exp, and None or
+        the weights.
 
     Raises
     ------
@@ -289,22 +296,30 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens, 3, 3, causal=True).shape
     torch.Size([5, 4, 8])
     """
-    check_unsupported("flash_attn_varlen_func", dropout_p=as_number(dropout_p) or None)
+    check_ndim("q", q, 3, "(total_q, num_heads, head_dim)")
     options = make_options(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        device=q.device,
         deterministic=deterministic,
     )
-    check_ndim("q", q, 3, "(total_q, num_heads, head_dim)")
+    weights = None
     queries = ragged_array(q, cu_seqlens_q, max_seqlen_q)
     if block_table is None:
         out, lse = attend_packed(
             queries, k, v, cu_seqlens_k, max_seqlen_k, options, return_attn_probs
         )
+        if options.dropout and return_attn_probs:
+            keys = ragged_array(k, cu_seqlens_k, max_seqlen_k)
+            weights = signed_weights(queries, keys, options)
     else:
+        check_unsupported(
+            "flash_attn_varlen_func with block_table", dropout_p=options.dropout or None
+        )
         cache = make_cache(
             k,
             v,
@@ -314,7 +329,7 @@ def flash_attn_varlen_func(
             table=block_table,
         )
         out, lse = attend_to_cache(queries, cache, options)
-    return (out, lse.T, None) if return_attn_probs else out
+    return (out, lse.T, weights) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -349,15 +364,13 @@ return_attn_probs
 
     Returns
     -------
-    out or (out, softmax_lse, None)
+    out or (out, softmax_lse, S_dmask)
         As `flash_attn_varlen_func` returns them.
 
     Raises
     ------
-    NotImplementedError
-        If `dropout_p` is not 0.
     ValueError
-        If shapes, offsets or bounds do not fit.
+        If shapes, offsets or bounds do not fit, or `dropout_p` is not in [0, 1).
 
     Examples
     --------
@@ -417,15 +430,13 @@ return_attn_probs
 
     Returns
     -------
-    out or (out, softmax_lse, None)
+    out or (out, softmax_lse, S_dmask)
         As `flash_attn_varlen_func` returns them.
 
     Raises
     ------
-    NotImplementedError
-        If `dropout_p` is not 0.
     ValueError
-        If shapes, offsets or the bound do not fit.
+        If shapes, offsets or the bound do not fit, or `dropout_p` is not in [0, 1).
 
     Examples
     --------
