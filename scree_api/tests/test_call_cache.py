@@ -156,6 +156,26 @@ def test_kernel_with_its_own_condition_is_checked_at_each_call(asked: list[Any])
     assert len(picky) == len(asked) == 2
 
 
+@pytest.mark.parametrize(("library", "count"), [("numpy", 1), ("torch", 3)])
+def test_kernels_of_another_library_do_not_keep_calls_from_the_cache(
+    asked: list[Any], library: str, count: int
+) -> None:
+    """A library that is loaded later puts its kernels in front, and they reject all other arrays."""
+    with registry.loading_library(library):
+        register = scree.register_kernel(
+            "attention", provider="other", rejects=lambda call: "a reason"
+        )
+        register(lambda call: call)
+    operation = OPERATIONS["attention"]
+    names = [kernel.provider for kernel in operation.kernels]
+    order = ["other", "mine", *(name for name in names if name not in ("other", "mine"))]
+    operation.kernels = [operation.kernels[names.index(name)] for name in order]
+    q = rows([0, 2, 5])
+    for _ in range(3):
+        scree.attention(q, q, q)
+    assert len(asked) == count
+
+
 def test_call_cache_does_not_keep_rows_alive(asked: list[Any]) -> None:
     gc.disable()
     try:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, fields
 from threading import get_ident
 from typing import Any
 
+from ..backends import backend
 from ..layout import Layout
 from . import call_cache
 
 STANDARD = "standard"  # the provider of every standard implementation
+ANY_LIBRARY = "any"  # the library of every standard implementation
 
 Rejects = Callable[[Any], str | None]
 Prepare = Callable[[Any], Callable[..., Any] | None]
@@ -49,9 +51,9 @@ class Kernel:
         ``run(call)`` returns what the operation's standard implementation returns.
     prepare
         ``prepare(call)`` returns a function for later calls, or None; see `register_kernel`.
-    with_library
-        True if it was registered because its library was loaded; kernels of the user are asked
-        before such kernels.
+    library
+        The library whose loading registered the kernel; None for kernels of the user, which are
+        asked before the others.
     note
         ``note(call)`` returns why a faster variant of the kernel does not run, or None, for
         `scree.explain`.
@@ -61,7 +63,7 @@ class Kernel:
     rejects: Rejects
     run: Callable[[Any], Any]
     prepare: Prepare | None = None
-    with_library: bool = False
+    library: str | None = None
     note: Rejects = rejects_nothing
 
 
@@ -90,8 +92,8 @@ class Operation:
         self, name: str, record: Callable[..., Any], standard: Callable[[Any], Any], internal: bool
     ) -> None:
         self.name, self.record, self.internal = name, record, internal
-        # The kernels of a library are inserted before the first entry with `with_library`.
-        self.kernels = [Kernel(STANDARD, rejects_nothing, standard, with_library=True)]
+        # The kernels of a library are inserted before the first entry with a `library`.
+        self.kernels = [Kernel(STANDARD, rejects_nothing, standard, library=ANY_LIBRARY)]
         self.unavailable: dict[Any, str] = {}
 
     def run(
@@ -99,9 +101,8 @@ class Operation:
     ) -> Any:
         """Run a call; use the prepared kernel of the call cache if one matches.
 
-        A decision is cached if the first kernel in the list, the chosen kernel and all kernels that
-        rejected the call have `prepare`. Every other call is validated, and its kernel selected,
-        again. While `scree.explain` observes, nothing is cached.
+        A decision is cached if the chosen kernel has `prepare`, and only kernels of other libraries
+        rejected the call. Every other call is validated, and its kernel selected, again. While `scree.explain` observes, nothing is cached.
 
         Parameters
         ----------
@@ -114,7 +115,12 @@ class Operation:
             The provider that must run the call; by default the first kernel that accepts.
         """
         kernels = self.kernels
-        if kernels[0].prepare is None or OBSERVERS:
+        for first in kernels:
+            if first.prepare is not None:
+                break
+        else:
+            return self.run_call(self.record(**arrays, **options), kernel)
+        if OBSERVERS:
             return self.run_call(self.record(**arrays, **options), kernel)
         entries, values = call_cache.lookup(self.name, arrays, options, kernel)
         for entry in entries or ():
@@ -129,7 +135,7 @@ class Operation:
         if (
             entries is not None
             and chosen.prepare is not None
-            and all(k.prepare is not None for k in kernels if k.provider in rejected)
+            and not self._rejections_depend_on_contents(rejected, values)
         ):
             guard = call_cache.make_guard(values)
             prepared = None if guard is None else chosen.prepare(call)
@@ -139,6 +145,17 @@ class Operation:
                     call_cache.store(entries, call_cache.Entry(kernels, guard, prepared))
                     return result
         return self._run_on(chosen, call, kernel)
+
+    def _rejections_depend_on_contents(self, rejected: dict[str, str], values: list[Any]) -> bool:
+        """Return whether a kernel rejected a call for more than the library of its arrays."""
+        if not rejected:
+            return False
+        library = backend(values[0]).name
+        return any(
+            kernel.library in (None, library)
+            for kernel in self.kernels
+            if kernel.provider in rejected
+        )
 
     def run_call(self, call: Any, kernel: str | None = None) -> Any:
         """Run a validated call on the named kernel, or on the first that accepts it; never cached."""

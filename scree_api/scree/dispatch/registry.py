@@ -20,7 +20,7 @@ ENTRY_POINTS = "scree.kernels"
 F = TypeVar("F", bound=Callable[..., Any])
 
 _loaded: set[str] = set()  # libraries whose plugins are registered
-_loading_library = False  # whether the kernels of a library are being registered
+_loading_library: str | None = None  # the library whose kernels are being registered
 
 
 def register_kernel(
@@ -85,7 +85,7 @@ def register_kernel(
         new = Kernel(provider, rejects, run, prepare, _loading_library, note)
         others = target.kernels
         # A library may be loaded after the user has registered kernels.
-        at = [k.with_library for k in others].index(True) if _loading_library else 0
+        at = next(i for i, k in enumerate(others) if k.library) if _loading_library else 0
         target.kernels = [*others[:at], new, *others[at:]]
         return run
 
@@ -120,13 +120,13 @@ def unregister_kernel(operation: str, provider: str) -> None:
 
 
 @contextmanager
-def loading_library() -> Iterator[None]:
+def loading_library(library: str) -> Iterator[None]:
     """Register kernels of a library.
 
     They are asked after the kernels of the user, whichever come first.
     """
     global _loading_library
-    before, _loading_library = _loading_library, True
+    before, _loading_library = _loading_library, library
     try:
         yield
     finally:

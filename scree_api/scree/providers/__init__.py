@@ -20,7 +20,7 @@ MODULES = {
 
 def register_providers(backend: Backend) -> None:
     """Register the kernels of a library."""
-    with loading_library():
+    with loading_library(backend.name):
         for module in MODULES.get(backend.name, ()):
             import_module(f"{__name__}.{module}")
         load_plugins(backend.name)

@@ -29,11 +29,7 @@ def rejects(call: PagedAttentionCall) -> str | None:
     return None
 
 
-def prepare(call: PagedAttentionCall) -> None:
-    """Return None: a call on the CPU reads its page table. Other devices are rejected."""
-
-
-@register_kernel("paged_attention", provider="sdpa", rejects=rejects, prepare=prepare)
+@register_kernel("paged_attention", provider="sdpa", rejects=rejects)
 def sdpa(call: PagedAttentionCall) -> Any:
     """Attend to a few parts of rows at a time, and merge the parts of each row."""
     q, kv_heads = call.q.values, call.k_pages.shape[2]
