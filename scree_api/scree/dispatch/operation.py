@@ -102,7 +102,8 @@ class Operation:
         """Run a call; use the prepared kernel of the call cache if one matches.
 
         A decision is cached if the chosen kernel has `prepare`, and only kernels of other libraries
-        rejected the call. Every other call is validated, and its kernel selected, again. While `scree.explain` observes, nothing is cached.
+        rejected the call. Every other call is validated, and its kernel selected, again. While
+        `scree.explain` observes, nothing is cached.
 
         Parameters
         ----------

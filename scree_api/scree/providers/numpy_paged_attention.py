@@ -19,11 +19,7 @@ def rejects(call: PagedAttentionCall) -> str | None:
     return None
 
 
-def prepare(call: PagedAttentionCall) -> None:
-    """Return None: a call reads its page table. Calls of other libraries are rejected."""
-
-
-@register_kernel("paged_attention", provider="matmul", rejects=rejects, prepare=prepare)
+@register_kernel("paged_attention", provider="matmul", rejects=rejects)
 @np.errstate(invalid="ignore")  # infinite scores give NaN, as in `attention`
 def matmul(call: PagedAttentionCall) -> Any:
     """Attend to a few parts of rows at a time, and merge the parts of each row."""
