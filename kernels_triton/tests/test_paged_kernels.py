@@ -381,7 +381,7 @@ class Decoder(torch.nn.Module):
         return scree.paged_attention(q, *caches, self.table, lengths).values
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_steps_have_the_bits_of_eager_steps(mode):
     """The lengths change between the steps. Nothing keeps Inductor from capturing a CUDA graph."""

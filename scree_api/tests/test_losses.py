@@ -112,11 +112,9 @@ def test_cross_entropy_options_agree_with_a_loop(name: str, option: str, reducti
 @pytest.mark.parametrize(
     "option", ["label_smoothing", "softcap", "class_weights and z_loss", "all"]
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch", "jax", "mlx")])
 def test_cross_entropy_options_have_gradients(name: str, option: str, reduction: str) -> None:
     arrays, logits = load(name), draw(sum(LENGTHS), CLASSES)
-    if arrays.library.grad is None:
-        pytest.skip("the library has no gradients")
     options = options_of(option, lambda x: arrays.make(x.astype(np.float32)))
     exact = options_of(option, lambda x: x)
     dy = np.linspace(0.5, 1.5, loop(logits, reduction, exact).size)
