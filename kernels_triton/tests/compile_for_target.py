@@ -101,11 +101,16 @@ def main() -> None:
     import scree_triton
     from scree.dispatch import registry
     from scree_triton.attention import launch_configs
+    from scree_triton.gemm import grouped
 
     def grouped_product(dtype: torch.dtype) -> None:
-        x = torch.randn(sum(LENGTHS), 64, dtype=dtype, requires_grad=True)
-        weight = torch.randn(len(LENGTHS), 64, 128, dtype=dtype, requires_grad=True)
-        (inputs.array(x) @ weight).values.sum().backward()
+        """Compute products and gradients of short rows, and of one long row."""
+        length = grouped.SHORT_ROWS
+        long_row = scree.from_lengths(torch.zeros(length, 1), [length])
+        for rows in (inputs.array(torch.zeros(sum(LENGTHS), 1)), long_row):
+            x = torch.randn(rows.values.shape[0], 64, dtype=dtype, requires_grad=True)
+            weight = torch.randn(rows.shape[0], 64, 128, dtype=dtype, requires_grad=True)
+            (rows.with_values(x) @ weight).values.sum().backward()
 
     def attention(variant: Variant, with_lse: bool) -> None:
         dtype, dim, dim_v, options = variant

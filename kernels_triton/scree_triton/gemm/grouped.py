@@ -309,8 +309,9 @@ class WeightArgs:
 PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 #: The same for the tiled kernels. The gradient of the matrices has one config for rows that are
-#: short on average (below SHORT_ROWS tokens), and one for others.
-TILED_PRODUCT = (128, 256, 64, 8, 4)
+#: short on average (below SHORT_ROWS tokens), and one for others. A fourth stage of the product does
+#: not fit into the shared memory of compute capability 10.0.
+TILED_PRODUCT = (128, 256, 64, 8, 3)
 TILED_WEIGHT = ((128, 128, 64, 4, 3), (256, 128, 64, 8, 4))
 SHORT_ROWS = 384
 GROUP = 8
