@@ -23,6 +23,7 @@ from ..backends import backend
 from ..layout import Layout
 from ..ops.attention import attention, normalize_window
 from .flash_attn import varlen_attention
+from .flash_attn.common import equal_rows
 
 #: Mask functions that `forward` does not need: it takes causality and the window from the layer,
 #: and the boundaries of sequences from the tokens.
@@ -44,6 +45,11 @@ CROSS_ATTENTION_SETTINGS = ("is_encoder_decoder", "add_cross_attention")
 GAPS_MESSAGE = (
     "attention_mask: expected padding before or after the tokens, "
     "a window does not support gaps between them"
+)
+
+PACKED_MESSAGE = (
+    "position_ids: expected one sequence per row in a compiled model, or a single row with "
+    "cu_seq_lens_q"
 )
 
 
@@ -75,6 +81,9 @@ def register(name: str = "scree") -> None:
 
     Arguments of transformers that scree does not support raise: position biases, attention weights,
     and masks other than causal, windowed, padded or packed.
+
+    A model compiled with ``fullgraph=True`` takes rows of one sequence, with or without a mask, and
+    a single row with ``cu_seq_lens_q``. Several sequences in one of several rows raise there.
 
     Encoders such as BERT find the sequences of a flattened batch only by ``cu_seq_lens_q``.
     Decoders find them by ``position_ids`` too.
@@ -123,7 +132,7 @@ def mask(
     - None, if every row is one sequence without padding.
 
     Under a compiler neither a padded batch nor a single row is read. `forward` then finds the
-    sequences of a single row.
+    sequences of a single row. Each of several rows without a mask must be one sequence.
     """
     request = _MaskRequest(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device
@@ -132,14 +141,14 @@ def mask(
         return _inspected_mask(request)
     # Users and models may add functions of their own to a mask.
     is_extended = use_vmap or getattr(config, "attention_chunk_size", None)
-    may_be_packed = attention_mask is None and batch_size > 1
     if (
         is_extended
-        or may_be_packed
         or mask_function.__name__ not in SUPPORTED_OUTERMOST
         or not isinstance(q_offset, int)
     ):
         return _uncompiled_mask(request)
+    if attention_mask is None and batch_size > 1 and mask_function.__name__ == "and_mask":
+        _assert_unpacked(request)
     return _key_mask(request, mask_function.__name__ != "bidirectional_mask_function")
 
 
@@ -183,6 +192,18 @@ def _inspected_mask(request: _MaskRequest) -> torch.Tensor | None:
 
 
 _uncompiled_mask = torch.compiler.disable(_inspected_mask)
+
+
+def _assert_unpacked(request: _MaskRequest) -> None:
+    """Raise on the device if a row has several sequences, without reading its positions.
+
+    A compiler cannot inspect the parts of the mask function. So the function is evaluated: every
+    token sees the token before it, unless a sequence starts there.
+    """
+    rows = torch.arange(request.batch_size, device=request.device)[:, None]
+    tokens = torch.arange(1, request.q_length, device=request.device)[None]
+    is_continued = request.function(rows, 0, tokens, tokens - 1)
+    torch._assert_async(is_continued.all(), PACKED_MESSAGE)
 
 
 def _key_mask(request: _MaskRequest, is_causal: bool) -> torch.Tensor | None:
@@ -287,6 +308,10 @@ def forward(
         and (causal or attention_mask.shape[1] == length)
     ):
         out = compacted_attention(q, k, v, batch, attention_mask, options)
+    elif torch.compiler.is_compiling() and attention_mask is None and batch > 1:
+        queries = Array.from_layout(q, equal_rows(batch, length, q))
+        keys = Array.from_layout(k, equal_rows(batch, k.shape[0] // batch, k))
+        out = attention(queries, keys, keys.with_values(v), **options).values
     else:
         out = _uncompiled_attention(q, k, v, batch, attention_mask, position_ids, is_cross, options)
     return out.unflatten(0, (batch, length)), None
