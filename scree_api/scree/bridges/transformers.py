@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..array import Array
 from ..backends import backend
 from ..layout import Layout
 from ..ops.attention import attention, normalize_window
+from .continuous_batching import VERSION, WITHOUT_PREFIX, admit_name, paged_forward
 from .flash_attn import varlen_attention
 from .flash_attn.common import equal_rows
 
@@ -107,6 +109,51 @@ def register(name: str = "scree") -> None:
             "use for example 'scree'"
         )
     AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+    if VERSION < WITHOUT_PREFIX:
+        AttentionInterface.register(f"paged|{name}", forward)
+
+
+def register_continuous_batching(name: str = "scree_flash2") -> None:
+    """Register scree as an attention implementation that `generate_batch` accepts.
+
+    `generate_batch` is the continuous batching of transformers. Up to 5.18 it accepts the name of
+    `register` too, but passes block tables only to names with "flash" and 2 or 3. From 5.19 on it
+    refuses other names. So this function uses such a name, and replaces the functions of
+    transformers that load FlashAttention by that name.
+
+    Parameters
+    ----------
+    name
+        Name to pass as ``attn_implementation``. It must have "flash" in it, and then 2 or 3.
+
+    Raises
+    ------
+    ValueError
+        If transformers would not accept the name.
+    RuntimeError
+        If scree was not tested with the installed version of transformers: 5.17 to 5.23 are
+        accepted.
+
+    Notes
+    -----
+    Models with windows, softcaps and sinks are supported, with the tokens of ``sdpa`` or ``eager``.
+    Windowed layers get block tables as well, which transformers itself does not give them.
+
+    Examples
+    --------
+    >>> import torch, transformers, scree
+    >>> scree.bridges.transformers.register_continuous_batching()
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...     num_attention_heads=2, attn_implementation="scree_flash2",
+    ... )
+    >>> config._attn_implementation
+    'scree_flash2'
+    """
+    admit_name(name)
+    for prefix in ("", "paged|"):
+        AttentionInterface.register(prefix + name, forward)
     AttentionMaskInterface.register(name, mask)
 
 
@@ -259,7 +306,9 @@ def forward(
     Takes (batch, heads, length, head_dim) tensors; returns (batch, length, heads, value_dim), and
     None for the attention weights.
     """
-    _check_supported(module, kwargs)
+    cache = kwargs.get("cache")
+    is_paged = isinstance(cache, PagedAttentionCache)
+    _check_supported(module, {**kwargs, "cache": None} if is_paged else kwargs)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window: Any = kwargs.get("sliding_window") or None
     if window and not causal:
@@ -271,6 +320,16 @@ def forward(
         "softcap": softcap or None,
         "sinks": kwargs.get("s_aux"),
     }
+    if is_paged:
+        kwargs |= {
+            "position_ids": position_ids,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k,
+            "max_length_q": max_length_q,
+            "max_length_k": max_length_k,
+        }
+        options["causal"] = True  # 5.17 does not say it
+        return paged_forward(module, query, key, value, options, **kwargs)[None], None
     batch, length = query.shape[0], query.shape[2]
     if dropout and (options["softcap"] is not None or options["sinks"] is not None):
         seed = torch.randint(2**63 - 1, (1,), device=query.device)
