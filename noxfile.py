@@ -130,6 +130,15 @@ def opinfo(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("version", ["5.17", "5.20", "5.23"])
+def transformers(session: nox.Session, version: str) -> None:
+    """Test the continuous batching of transformers on the versions that decide by a name."""
+    install(session, "torch")
+    session.install(f"transformers=={version}.*")
+    session.run("pytest", "scree_api/tests/bridges/test_continuous_batching.py", *session.posargs)
+
+
+@nox.session
 def tensorflow(session: nox.Session) -> None:
     """Test the bridge to TensorFlow, in a separate environment because of its size."""
     session.install(
