@@ -34,8 +34,8 @@ GROUPS: dict[str, str] = {
     "Moving tokens and rows": "gather scatter scatter_add group",
     "Rows and positions": "segment_ids positions broadcast_rows same_layout align",
     "Batches": """
-        data data.collate data.TokenBudgetSampler data.split_balanced data.truncate data.chunk
-        data.interleave data.Interleaved bucket""",
+        data data.collate data.TokenBudgetSampler data.fit_cost data.split_balanced data.truncate
+        data.chunk data.interleave data.Interleaved bucket""",
     "Files": "save load",
     "Bridges: array libraries": """
         bridges bridges.to_backend bridges.to_numpy bridges.to_torch bridges.to_jax bridges.to_mlx
