@@ -37,6 +37,7 @@ NEEDS = {
     "scree_api/tests/bridges/test_scipy.py": "scipy",
     "scree_api/tests/bridges/test_torch.py": "torch",
     "scree_api/tests/bridges/test_transformers.py": "torch transformers",
+    "scree_api/tests/bridges/test_transformers_training.py": "torch transformers accelerate",
     "scree_api/tests/bridges/test_tensorflow_installed.py": "tensorflow",
     "scree_api/tests/test_call_cache.py": "torch",
     "scree_api/tests/test_distributed.py": "torch",

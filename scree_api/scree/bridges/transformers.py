@@ -188,12 +188,10 @@ def mask(
         return _inspected_mask(request)
     # Users and models may add functions of their own to a mask.
     is_extended = use_vmap or getattr(config, "attention_chunk_size", None)
-    if (
-        is_extended
-        or mask_function.__name__ not in SUPPORTED_OUTERMOST
-        or not isinstance(q_offset, int)
-    ):
+    if is_extended or mask_function.__name__ not in SUPPORTED_OUTERMOST:
         return _uncompiled_mask(request)
+    if not isinstance(q_offset, int):  # a static cache
+        return _static_key_mask(request) if q_length == 1 else _uncompiled_mask(request)
     if attention_mask is None and batch_size > 1 and mask_function.__name__ == "and_mask":
         _assert_unpacked(request)
     return _key_mask(request, mask_function.__name__ != "bidirectional_mask_function")
@@ -269,6 +267,17 @@ def _key_mask(request: _MaskRequest, is_causal: bool) -> torch.Tensor | None:
         return torch.ones(shape, dtype=torch.bool, device=request.device)
     mask = mask[:, request.kv_offset : request.kv_offset + num_keys]
     return torch.nn.functional.pad(mask, (0, num_keys - mask.shape[1])).to(torch.bool)
+
+
+def _static_key_mask(request: _MaskRequest) -> torch.Tensor:
+    """Return (batch, keys) booleans for one query per row, whose position is only on the device.
+
+    False for padding, and for the slots of a static cache after the query.
+    """
+    key_mask = _key_mask(request._replace(q_offset=request.kv_offset), is_causal=False)
+    slots = torch.arange(request.kv_length, device=request.device) + request.kv_offset
+    is_written = (slots <= request.q_offset).expand(request.batch_size, -1)
+    return is_written if key_mask is None else is_written & key_mask
 
 
 def _mask_parts(function: Any) -> Iterator[Any]:
@@ -453,7 +462,8 @@ def compacted_attention(
         before_first = key_mask.new_zeros((batch, 1), dtype=torch.int8)
         is_start = torch.diff(key_mask.to(torch.int8), prepend=before_first) > 0
         torch._assert_async((is_start.sum(1) <= 1).all(), GAPS_MESSAGE)
-    query_mask = key_mask[:, num_keys - length :]
+    # In a static cache, slots after a single query have a mask too.
+    query_mask = key_mask.any(1, True) if length == 1 else key_mask[:, num_keys - length :]
     q_slots, q_offsets = _compact(query_mask)
     queries = Array(_scatter_tokens(q, q_slots), q_offsets, max_length=length)
     if length == num_keys == kv_length:
