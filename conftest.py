@@ -30,6 +30,7 @@ NEEDS = {
     "scree_api/tests/bridges/test_arrow.py": "pyarrow",
     "scree_api/tests/bridges/test_awkward.py": "awkward ragged",
     "scree_api/tests/bridges/test_flash_attn.py": "torch",
+    "scree_api/tests/bridges/test_flash_attn_raw.py": "torch",
     "scree_api/tests/bridges/test_flash_attn_versions.py": "torch",
     "scree_api/tests/bridges/test_minilm.py": "torch transformers",
     "scree_api/tests/bridges/test_scipy.py": "scipy",
@@ -52,6 +53,7 @@ collect_ignore = [
 collect_ignore_glob = [
     "*/conftest.py",  # plug-ins, not modules with doctests
     "bench/scree_bench/*",
+    "conformance/upstream/*",  # needs checkouts of other projects
     "docs/*",
     "kernels_triton/scree_triton/*",
     "noxfile.py",
