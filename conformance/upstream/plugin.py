@@ -2,7 +2,8 @@
 
 ``SCREE_UPSTREAM`` names the suite and ``SCREE_UPSTREAM_SOURCE`` the checkout. Without a CUDA device
 the tests run on the CPU: they name the device "cuda", which a mode of PyTorch replaces.
-``SCREE_UPSTREAM_DRAW`` is the number of cases that are drawn per test, 0 for all of them.
+``SCREE_UPSTREAM_DRAW`` is the number of cases that are drawn per test, 0 for all of them, and
+``SCREE_UPSTREAM_MAX`` the largest number in the name of a case, 0 for any.
 """
 
 import os
@@ -22,8 +23,7 @@ SUITE = os.environ["SCREE_UPSTREAM"]
 SOURCE = Path(os.environ["SCREE_UPSTREAM_SOURCE"])
 DRAW = int(os.environ.get("SCREE_UPSTREAM_DRAW", "0"))
 SEED = int(os.environ.get("SCREE_UPSTREAM_SEED", "0"))
-#: Largest number in the name of a case on a CPU: larger arrays take minutes there.
-MAX_NUMBER = 1100
+MAX_NUMBER = int(os.environ.get("SCREE_UPSTREAM_MAX", "0"))
 HAS_CUDA = torch.cuda.is_available()
 
 
@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: Any) -> None:
     """Draw cases of a test. Items of all cases take minutes: FlashAttention has 500,000."""
     calls = metafunc._calls
-    if not HAS_CUDA:
+    if MAX_NUMBER:
         numbers = ([int(x) for x in re.findall(r"\d+", call.id)] for call in calls)
         calls = [x for x, n in zip(calls, numbers, strict=True) if max(n, default=0) <= MAX_NUMBER]
         calls = calls or metafunc._calls[:1]

@@ -11,6 +11,7 @@ CPU a few cases of each test run. No file of these projects is part of scree.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+#: Largest number in the name of a case on a CPU: larger arrays take minutes there.
+MAX_ON_CPU = 1100
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ def run_suite(name: str, source: Path, options: argparse.Namespace) -> dict[str,
             "SCREE_UPSTREAM_SOURCE": str(source),
             "SCREE_UPSTREAM_DRAW": str(draw),
             "SCREE_UPSTREAM_SEED": str(options.seed),
+            "SCREE_UPSTREAM_MAX": str(options.max or (MAX_ON_CPU if is_cpu else 0)),
         }
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider"),
@@ -157,7 +161,7 @@ def run_suite(name: str, source: Path, options: argparse.Namespace) -> dict[str,
             *options.pytest,
             *files,
         ]
-        subprocess.run(command, env=env, cwd=folder, check=False)
+        run_for(command, env, folder, options.seconds)
         counts, failures = read_report(report)
     found = revision(source)
     return {
@@ -167,6 +171,19 @@ def run_suite(name: str, source: Path, options: argparse.Namespace) -> dict[str,
         **counts,
         "failures": failures,
     }
+
+
+def run_for(command: list[str], env: dict[str, str], folder: str, seconds: float | None) -> None:
+    """Run a command. After some seconds interrupt it, so that it reports the tests it has run."""
+    process = subprocess.Popen(command, env=env, cwd=folder)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def read_report(path: Path) -> tuple[Counter[str], dict[str, str]]:
@@ -195,6 +212,8 @@ def main() -> int:
     parser.add_argument("checkouts", nargs="*", help="SUITE=DIR")
     parser.add_argument("--draw", type=int, help="number of cases per test; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max", type=int, help="largest number in the name of a case")
+    parser.add_argument("--seconds", type=float, help="time limit of a suite")
     parser.add_argument("-n", "--workers", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the counts")
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[])
