@@ -19,8 +19,8 @@ from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
 from ..ops.segment import append_axes
-from .pieces import KeyGroup, Pieces, plan_keys
-from .torch import ExchangeIndices, Group
+from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
+from .torch import Group
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "merge_attention", "rms_norm", "split", "swiglu"}
@@ -247,7 +247,7 @@ class Cut(RowCut):
         if slopes is not None and len(slopes.shape) == 2:
             slopes = xp.take(slopes, self._rows, axis=0)
         plan, groups = self._key_plan(*call.window)
-        k, v = (self.group.exchange(x.values, plan) for x in (call.k, call.v))
+        k, v = self.group.exchange(call.k.values, call.v.values, plan)
         results, start = [], 0
         for group in groups:
             end = start + group.keys.total
@@ -266,22 +266,21 @@ class Cut(RowCut):
             result = operation.run(parts, shifted, kernel)
             results.append(result if isinstance(result, tuple) else (result,))
             start = end
-        outputs = [xp.concat([x.values for x in parts]) for parts in zip(*results, strict=True)]
+        outputs = [x.values for x in results[0]]
         if len(groups) > 1:
+            outputs = [xp.concat([x.values for x in parts]) for parts in zip(*results, strict=True)]
             inverse = xp.argsort(xp.concat([group.order for group in groups]))
             outputs = [xp.take(x, inverse, axis=0) for x in outputs]
         shards = [Array.from_layout(x, layout) for x in outputs]
         return tuple(shards) if call.return_lse else shards[0]
 
-    def _key_plan(
-        self, left: int | None, right: int | None
-    ) -> tuple[ExchangeIndices, list[QueryGroup]]:
-        def make() -> tuple[ExchangeIndices, list[QueryGroup]]:
+    def _key_plan(self, left: int | None, right: int | None) -> tuple[KeyPlan, list[QueryGroup]]:
+        def make() -> tuple[KeyPlan, list[QueryGroup]]:
             plan = plan_keys(
                 self.pieces, self._lengths, self.group.rank, self.group.size, (left, right)
             )
             groups = [self._query_group(group, left, right) for group in plan.groups]
-            return ExchangeIndices.from_plan(plan, self.plain.device), groups
+            return plan, groups
 
         return self.plain.cached(("keys", left, right), make)
 

@@ -105,27 +105,22 @@ class KeyGroup:
 class KeyPlan:
     """The keys that the pieces of one rank need, and the tokens that ranks exchange for them.
 
-    The buffer has the tokens of this rank, then the tokens from the other ranks, by rank.
-
     Attributes
     ----------
-    send_index
-        (sent,) tokens of this rank that others need, by rank.
-    send_counts, receive_counts
-        Tokens per rank.
-    key_index
-        (keys,) index into the buffer of each key of each piece, group by group.
-    layers
-        Parts of the keys in which no token of the buffer comes twice.
+    sent
+        Per rank the runs (start, length) of the tokens of this rank that it needs.
+    received
+        Per rank the number of tokens that this rank receives from it.
+    keys
+        Runs (rank, start, length) of tokens which, joined, are the keys of all pieces, group by
+        group. The tokens are received from the rank, or are tokens of this rank.
     groups
         The pieces; one group unless keys after a piece are visible.
     """
 
-    send_index: np.ndarray
-    send_counts: list[int]
-    receive_counts: list[int]
-    key_index: np.ndarray
-    layers: list[np.ndarray]
+    sent: list[list[tuple[int, int]]]
+    received: list[int]
+    keys: list[tuple[int, int, int]]
     groups: list[KeyGroup]
 
 
@@ -149,73 +144,67 @@ def plan_keys(
     for r in range(num_ranks):
         sizes = pieces.lengths[pieces.ranks == r]
         local_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
-
-    def needed(destination: int, source: int) -> list[tuple[int, int, int]]:
-        """Return (piece of the source, from, to) that the destination needs."""
-        ranges = []
-        for piece in np.flatnonzero((pieces.ranks == source) & ~is_whole).tolist():
-            low, high = _union(
-                [
-                    (max(first[p], pieces.starts[piece]), min(last[p], pieces.stops[piece]))
-                    for p in pieces_of_row[pieces.rows[piece]]
-                    if pieces.ranks[p] == destination
-                ]
-            )
-            if low < high:
-                ranges.append((piece, low, high))
-        return ranges
-
     pieces_of_row: dict[int, list[int]] = {}
     for p in np.flatnonzero(~is_whole).tolist():
         pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
-    others = [r for r in range(num_ranks) if r != rank]
-    send_counts, receive_counts = [0] * num_ranks, [0] * num_ranks
-    sent = [np.zeros(0, np.int64)]
-    slots = {row: np.full(int(lengths[row]), -1) for row in pieces_of_row}
-    slot = int(pieces.lengths[pieces.ranks == rank].sum())
-    for other in others:
+
+    def needed(destination: int, source: int) -> list[tuple[int, int, int]]:
+        """Return (piece of the source, from, to) for the tokens that the destination needs.
+
+        If it needs two ranges of a piece, the tokens between them are sent too.
+        """
+        ranges = []
+        for piece in np.flatnonzero((pieces.ranks == source) & ~is_whole).tolist():
+            start, stop = int(pieces.starts[piece]), int(pieces.stops[piece])
+            others = [
+                p for p in pieces_of_row[int(pieces.rows[piece])] if pieces.ranks[p] == destination
+            ]
+            overlaps = [(max(int(first[p]), start), min(int(last[p]), stop)) for p in others]
+            overlaps = [(low, high) for low, high in overlaps if low < high]
+            if overlaps:
+                lows, highs = zip(*overlaps, strict=True)
+                ranges.append((piece, min(lows), max(highs)))
+        return ranges
+
+    sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    received = [0] * num_ranks
+    # Piece -> the position in its row of its first token here, and the index of that token.
+    available = {
+        p: (int(pieces.starts[p]), int(local_starts[p]))
+        for p in np.flatnonzero(pieces.ranks == rank).tolist()
+    }
+    for other in range(num_ranks):
+        if other == rank:
+            continue
         for piece, low, high in needed(other, rank):
-            start = local_starts[piece] - pieces.starts[piece]
-            sent.append(np.arange(start + low, start + high))
-            send_counts[other] += high - low
+            start = int(local_starts[piece] - pieces.starts[piece])
+            sent[other].append((start + low, high - low))
         for piece, low, high in needed(rank, other):
-            slots[int(pieces.rows[piece])][low:high] = np.arange(slot, slot + high - low)
-            receive_counts[other] += high - low
-            slot += high - low
+            available[piece] = low, received[other]
+            received[other] += high - low
     mine = np.flatnonzero(pieces.ranks == rank)
-    for piece in mine[~is_whole[mine]].tolist():
-        span = slice(pieces.starts[piece], pieces.stops[piece])
-        slots[int(pieces.rows[piece])][span] = local_starts[piece] + np.arange(
-            pieces.lengths[piece]
-        )
-    keys, key_pieces, groups = [np.zeros(0, np.int64)], [], []
+    groups = []
+    keys: list[tuple[int, int, int]] = []
     for shift in np.unique(shifts[mine]).tolist():
         members = np.flatnonzero(shifts[mine] == shift)
-        for piece in mine[members].tolist():
-            if is_whole[piece]:
-                keys.append(local_starts[piece] + np.arange(pieces.lengths[piece]))
-            else:
-                keys.append(slots[int(pieces.rows[piece])][first[piece] : last[piece]])
-            key_pieces.append(piece)
+        for query_piece in mine[members].tolist():
+            whole_row = [query_piece]
+            for piece in pieces_of_row.get(int(pieces.rows[query_piece]), whole_row):
+                low = max(int(first[query_piece]), int(pieces.starts[piece]))
+                high = min(int(last[query_piece]), int(pieces.stops[piece]))
+                if low < high:
+                    position, index = available[piece]
+                    run = int(pieces.ranks[piece]), index + low - position, high - low
+                    _append_run(keys, run)
         groups.append(KeyGroup(shift, members, (last - first)[mine[members]]))
-    if not groups:
-        groups = [KeyGroup(0, mine, mine)]
-    key_index = np.concatenate(keys)
-    # The pieces of one row may need the same keys. A rank has at most two pieces of a row.
-    ordinals = {p: i for row in pieces_of_row.values() for i, p in _ordinals(row, pieces, rank)}
-    ordinal = np.asarray([ordinals.get(p, 0) for p in key_pieces], np.int64)
-    layer_of_key = np.repeat(ordinal, [len(x) for x in keys[1:]])
-    layers = [np.flatnonzero(layer_of_key == i) for i in np.unique(layer_of_key)]
-    return KeyPlan(np.concatenate(sent), send_counts, receive_counts, key_index, layers, groups)
+    return KeyPlan(sent, received, keys, groups or [KeyGroup(0, mine, mine)])
 
 
-def _ordinals(row: list[int], pieces: Pieces, rank: int) -> list[tuple[int, int]]:
-    return list(enumerate(p for p in row if pieces.ranks[p] == rank))
-
-
-def _union(ranges: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return the smallest range that contains all ranges that are not empty."""
-    kept = [(int(low), int(high)) for low, high in ranges if low < high]
-    if not kept:
-        return 0, 0
-    return min(low for low, _ in kept), max(high for _, high in kept)
+def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:
+    """Append a run, or make the last run longer."""
+    if runs:
+        rank, start, length = runs[-1]
+        if rank == run[0] and start + length == run[1]:
+            runs[-1] = rank, start, length + run[2]
+            return
+    runs.append(run)

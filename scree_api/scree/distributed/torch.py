@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,28 +52,11 @@ class Group:
         return total
 
     @torch.compiler.disable
-    def exchange(self, x: torch.Tensor, indices: ExchangeIndices) -> torch.Tensor:
-        """Return (keys, ...) the keys of all pieces of this rank."""
-        return _Exchange.apply(x, indices, self)
-
-
-class ExchangeIndices(NamedTuple):
-    """A `KeyPlan` with its indices on the device."""
-
-    plan: KeyPlan
-    send_index: torch.Tensor
-    key_index: torch.Tensor
-    layers: list[torch.Tensor | None]  # positions of the keys of each layer; None for all
-
-    @classmethod
-    def from_plan(cls, plan: KeyPlan, device: Any) -> ExchangeIndices:
-        """Copy the indices of a plan to a device."""
-
-        def move(x: Any) -> torch.Tensor:
-            return torch.from_numpy(x).to(device)
-
-        layers = [None] if len(plan.layers) < 2 else [move(x) for x in plan.layers]
-        return cls(plan, move(plan.send_index), move(plan.key_index), layers)
+    def exchange(
+        self, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of all pieces of this rank, (keys, num_kv_heads, dim)."""
+        return _Exchange.apply(k, v, plan, self)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -97,48 +81,80 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Send tokens to the ranks that need them, and gather the keys of each piece."""
+    """Send the tokens that other ranks need, and join the runs of keys of each piece."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, indices: ExchangeIndices, group: Group) -> torch.Tensor:
-        ctx.indices, ctx.group, ctx.own = indices, group, x.shape[0]
-        plan = indices.plan
-        buffer = x.new_empty((ctx.own + sum(plan.receive_counts), *x.shape[1:]))
-        buffer[: ctx.own] = x
-        dist.all_to_all_single(
-            buffer[ctx.own :],
-            x.index_select(0, indices.send_index),
-            plan.receive_counts,
-            plan.send_counts,
-            group=group.group,
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan, group: Group
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.plan, ctx.group = plan, group
+        ctx.shapes = k.shape, v.shape
+        width = math.prod(k.shape[1:]) + math.prod(v.shape[1:])
+        sent = [
+            x.narrow(0, start, length).reshape(-1)
+            for runs in plan.sent
+            for x in (k, v)
+            for start, length in runs
+        ]
+        flat = torch.cat(sent) if sent else k.new_empty(0)
+        sizes = [width * sum(length for _, length in runs) for runs in plan.sent]
+        received = _all_to_all(flat, sizes, [width * n for n in plan.received], group)
+        return tuple(
+            _join(x, parts, plan, group.rank)
+            for x, parts in zip((k, v), _split(received, plan, ctx.shapes), strict=True)
         )
-        return buffer.index_select(0, indices.key_index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        indices, own, plan = ctx.indices, ctx.own, ctx.indices.plan
-        wide = _wide(grad.dtype)
-        shape = (own + sum(plan.receive_counts), *grad.shape[1:])
-        buffer = torch.zeros(shape, dtype=wide, device=grad.device)
-        # In a layer no index comes twice, so the order of the additions is fixed.
-        for layer in indices.layers:
-            index, part = indices.key_index, grad
-            if layer is not None:
-                index, part = index.index_select(0, layer), part.index_select(0, layer)
-            buffer.index_add_(0, index, part.to(wide))
-        sent = grad.new_empty((sum(plan.send_counts), *grad.shape[1:]))
-        dist.all_to_all_single(
-            sent,
-            buffer[own:].to(grad.dtype),
-            plan.send_counts,
-            plan.receive_counts,
-            group=ctx.group.group,
-        )
-        total, start = buffer[:own], 0
-        for count in plan.send_counts:
-            if count:
-                end = start + count
-                total.index_add_(0, indices.send_index[start:end], sent[start:end].to(wide))
-                start = end
-        return total.to(grad.dtype), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        plan, group, shapes = ctx.plan, ctx.group, ctx.shapes
+        dtype, device = grads[0].dtype, grads[0].device
+        width = sum(math.prod(shape[1:]) for shape in shapes)
+        owned = [torch.zeros(shape, dtype=_wide(dtype), device=device) for shape in shapes]
+        flat = torch.zeros(width * sum(plan.received), dtype=_wide(dtype), device=device)
+        for own, parts, grad in zip(owned, _split(flat, plan, shapes), grads, strict=True):
+            at = 0
+            # One addition after the other, so their order is fixed.
+            for rank, start, length in plan.keys:
+                target = own if rank == group.rank else parts[rank]
+                target.narrow(0, start, length).add_(grad.narrow(0, at, length))
+                at += length
+        sizes = [width * sum(length for _, length in runs) for runs in plan.sent]
+        returned = _all_to_all(flat.to(dtype), [width * n for n in plan.received], sizes, group)
+        at = 0
+        for runs in plan.sent:
+            for own, shape in zip(owned, shapes, strict=True):
+                for start, length in runs:
+                    size = length * math.prod(shape[1:])
+                    part = returned.narrow(0, at, size).view(length, *shape[1:])
+                    own.narrow(0, start, length).add_(part)
+                    at += size
+        return *(own.to(dtype) for own in owned), None, None
+
+
+def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> Any:
+    """Return what the other ranks sent to this one, by rank; sizes are numbers of elements."""
+    out = x.new_empty(sum(received))
+    dist.all_to_all_single(out, x, received, sent, group=group.group)
+    return out
+
+
+def _split(flat: torch.Tensor, plan: KeyPlan, shapes: Any) -> list[list[torch.Tensor]]:
+    """Return views of the received keys and of the values, per rank."""
+    parts: list[list[torch.Tensor]] = [[] for _ in shapes]
+    at = 0
+    for count in plan.received:
+        for views, shape in zip(parts, shapes, strict=True):
+            size = count * math.prod(shape[1:])
+            views.append(flat.narrow(0, at, size).view(count, *shape[1:]))
+            at += size
+    return parts
+
+
+def _join(x: torch.Tensor, parts: list[torch.Tensor], plan: KeyPlan, own: int) -> torch.Tensor:
+    """Return the keys of all pieces: runs of tokens of this rank and of received tokens."""
+    runs = [
+        (x if rank == own else parts[rank]).narrow(0, start, length)
+        for rank, start, length in plan.keys
+    ]
+    return torch.cat(runs) if runs else x.new_empty((0, *x.shape[1:]))
