@@ -41,6 +41,8 @@ NEEDS = {
     "scree_api/tests/bridges/test_transformers_training.py": "torch transformers accelerate",
     "scree_api/tests/bridges/test_tensorflow_installed.py": "tensorflow",
     "scree_api/tests/test_call_cache.py": "torch",
+    "scree_api/scree/distributed": "torch",
+    "scree_api/tests/test_context_parallel.py": "torch",
     "scree_api/tests/test_distributed.py": "torch",
     "scree_api/tests/test_mlx_namespace.py": "mlx array_api_strict",
     "scree_api/tests/test_transforms_bucket.py": "jax",
