@@ -184,15 +184,18 @@ def command(
             for form, mode in session.track(names, "timed steps"):
                 run = _Run(session, settings, documents, form, mode, head)
                 run.time({**case, "part": "timed"}, timed, profiled)
+                release(compiled=True)
         if steps:
             mode = selected[-1]
-            runs = [(s, form) for s in range(seed, seed + seeds) for form in with_curve]
-            for number, form in session.track(runs, "loss curves"):
-                run = _Run(session, settings._replace(seed=number), documents, form, mode, head)
-                folder = checkpoint and checkpoint / f"{form.replace(' ', '-')}-seed-{number}"
-                run.train(
-                    {**case, "part": "curve", "seed": number}, steps, folder, checkpoint_every
-                )
+            for form in session.track(with_curve, "loss curves"):
+                for number in range(seed, seed + seeds):
+                    run = _Run(session, settings._replace(seed=number), documents, form, mode, head)
+                    folder = checkpoint and checkpoint / f"{form.replace(' ', '-')}-seed-{number}"
+                    run.train(
+                        {**case, "part": "curve", "seed": number}, steps, folder, checkpoint_every
+                    )
+                    release(compiled=False)
+                release(compiled=True)
     return None
 
 
@@ -213,7 +216,7 @@ def _about(documents: Documents, seconds: float) -> str:
 
 
 class _Run:
-    """One contender: it is built, trained, and released."""
+    """One contender: its timed steps, or its training."""
 
     def __init__(
         self,
@@ -267,7 +270,6 @@ class _Run:
             row.add("step_s", Failure.of(error))
         finally:
             training = step = first = None  # type: ignore[assignment]
-            release()
         self.session.say(_line(row))
         self.session.save()
 
@@ -352,7 +354,6 @@ class _Run:
             row.add("loss_value", Failure.of(error))
         finally:
             training = step = None  # type: ignore[assignment]
-            release()
         self.session.save()
 
     def _add_curve(
