@@ -241,7 +241,15 @@ def test_tokenizer_larger_than_the_model_is_refused(tmp_path):
 
 # --- runs ---
 def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path):
-    options = "--timed", "2", "--steps", "20", "--contenders", "scree,padded sorted", "--profile"
+    options = (
+        "--timed",
+        "2",
+        "--steps",
+        "20",
+        "--contenders",
+        "scree:eager,padded sorted",
+        "--profile",
+    )
     said = run(*options, "--out", tmp_path)
     result = results.read(tmp_path / "train-cpu.json")
     assert "parts of a step" in said and "tokens/s / padded sorted" in said

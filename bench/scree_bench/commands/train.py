@@ -33,6 +33,7 @@ POINTS, FINAL_SHARE = 200, 0.05
 #: Seconds between two lines of progress.
 PROGRESS_SECONDS = 10.0
 MODES = {"eager": False, "compiled": True}
+_MODES_OF = {f"{form}:{mode}": (form, mode) for form in FORMS for mode in MODES}
 SHOWN = ("real_tokens", "mfu_share", "step_s", "peak_bytes", "first_step_s", "first_loss_value")
 
 
@@ -132,13 +133,11 @@ def command(
         size = _one(size or ("124m" if cuda else "tiny"), "--size", SIZES)
         precision = _one(precision or ("amp" if cuda else "fp32"), "--precision", PRECISIONS)
         head = heads.choose(_one(loss, "--loss", ("auto", *heads.HEADS)), session.device)
-        forms = list(FORMS)
-        if contenders != "all":
-            forms = parse_words(contenders, "--contenders", FORMS)
         with_curve = parse_words(curves, "--curves", FORMS)
         selected = parse_words(modes, "--modes", MODES)
         tokens = tokens or (32_768 if cuda else 1024)
         context = context or (2048 if cuda else 128)
+        names = parse_words(contenders, "--contenders", ("all", *FORMS, *_MODES_OF))
         if quick:
             timed, tokens, context, selected = 3, 256, 64, ["eager"]
         shape = SIZES[size]
@@ -174,25 +173,29 @@ def command(
             "context": context,
             "loss": head,
         }
-        names = []
-        for form in forms:
+        runs = []
+        for name in FORMS if "all" in names else names:
+            form, mode = _MODES_OF.get(name, (name, ""))
             if reason := unavailable(FORMS[form], session.device):
                 session.leave_out(form, reason)
             else:
-                names += [(form, mode) for mode in selected]
+                runs += [(form, x) for x in ([mode] if mode else selected)]
         if timed:
-            for form, mode in session.track(names, "timed steps"):
+            for form, mode in session.track(runs, "timed steps"):
                 run = _Run(session, settings, documents, form, mode, head)
                 run.time({**case, "part": "timed"}, timed, profiled)
+                release(compiled=True)
         if steps:
             mode = selected[-1]
-            runs = [(s, form) for s in range(seed, seed + seeds) for form in with_curve]
-            for number, form in session.track(runs, "loss curves"):
-                run = _Run(session, settings._replace(seed=number), documents, form, mode, head)
-                folder = checkpoint and checkpoint / f"{form.replace(' ', '-')}-seed-{number}"
-                run.train(
-                    {**case, "part": "curve", "seed": number}, steps, folder, checkpoint_every
-                )
+            for form in session.track(with_curve, "loss curves"):
+                for number in range(seed, seed + seeds):
+                    run = _Run(session, settings._replace(seed=number), documents, form, mode, head)
+                    folder = checkpoint and checkpoint / f"{form.replace(' ', '-')}-seed-{number}"
+                    run.train(
+                        {**case, "part": "curve", "seed": number}, steps, folder, checkpoint_every
+                    )
+                    release(compiled=False)
+                release(compiled=True)
     return None
 
 
@@ -213,7 +216,7 @@ def _about(documents: Documents, seconds: float) -> str:
 
 
 class _Run:
-    """One contender: it is built, trained, and released."""
+    """One contender: its timed steps, or its training."""
 
     def __init__(
         self,
@@ -267,7 +270,6 @@ class _Run:
             row.add("step_s", Failure.of(error))
         finally:
             training = step = first = None  # type: ignore[assignment]
-            release()
         self.session.say(_line(row))
         self.session.save()
 
@@ -352,7 +354,6 @@ class _Run:
             row.add("loss_value", Failure.of(error))
         finally:
             training = step = None  # type: ignore[assignment]
-            release()
         self.session.save()
 
     def _add_curve(

@@ -7,14 +7,14 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import models
-from .forms import FORMS, Plan
+from .forms import FORMS, Loss, Plan
 from .heads import HEADS
 from .text import Batches, Documents
 
@@ -59,6 +59,29 @@ class Step(NamedTuple):
     end: Any
 
 
+@cache
+def make_loss(plan: Plan, form: str, compiled: bool, head: str, precision: str) -> Loss:
+    """Return ``loss(parameters, *arrays)``, which casts the parameters for the products.
+
+    Runs with other seeds share the function, so that it compiles once.
+    """
+    import torch
+
+    loss = FORMS[form].make_loss(plan, HEADS[head]())
+    dtype = getattr(torch, PRECISIONS[precision][1])
+
+    def run(p: dict[str, Any], *arrays: Any) -> Any:
+        return loss({name: x.to(dtype) for name, x in p.items()}, *arrays)
+
+    if not compiled:
+        return run
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = 64
+    compiled_loss: Loss = torch.compile(run, dynamic=FORMS[form].changes_shape)
+    return compiled_loss
+
+
 class Training:
     """A model in training, in one form."""
 
@@ -68,7 +91,7 @@ class Training:
         import torch
 
         self.settings, self.torch = settings, torch
-        weights, products = (getattr(torch, name) for name in PRECISIONS[settings.precision])
+        weights = getattr(torch, PRECISIONS[settings.precision][0])
         self.form = FORMS[form]
         self.parameters = models.parameters(
             settings.plan.size, settings.device, weights, settings.seed
@@ -86,17 +109,7 @@ class Training:
         )
         self.batches = Batches(documents, settings.plan.total, settings.seed)
         self.step = 0
-        loss = self.form.make_loss(settings.plan, HEADS[head]())
-
-        def run(p: dict[str, Any], *arrays: Any) -> Any:
-            return loss({name: x.to(products) for name, x in p.items()}, *arrays)
-
-        self.loss: Callable[..., Any] = run
-        if compiled:
-            import torch._dynamo.config as dynamo
-
-            dynamo.recompile_limit = 64
-            self.loss = torch.compile(run, dynamic=self.form.changes_shape)
+        self.loss = make_loss(settings.plan, form, compiled, head, settings.precision)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step: linear warm-up, then a cosine to a tenth."""
@@ -221,11 +234,14 @@ class Training:
         return state["losses"][:step].tolist(), float(state["progress"][3])
 
 
-def release() -> None:
-    """Free the memory of the last contender, and what the compiler holds."""
+def release(compiled: bool) -> None:
+    """Free the memory of the last run, and with `compiled` also all compiled functions."""
     import torch
 
+    if compiled:
+        make_loss.cache_clear()
+        torch._dynamo.reset()
+
     gc.collect()
-    torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

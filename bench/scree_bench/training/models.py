@@ -104,8 +104,9 @@ def ragged(
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 
-    def array(values: Any) -> scree.Array:
-        return scree.from_cu_seqlens(values, offsets, max_length=longest)
+    # One layout for all layers: kernels keep what they derive from the offsets in it.
+    tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
+    array = tokens.with_values
 
     def norm(x: scree.Array, name: str, residual: scree.Array | None = None) -> Any:
         if size.positions:
@@ -138,7 +139,7 @@ def ragged(
 
     x, y = F.embedding(ids, p["embedding"]), None
     if size.positions:
-        x = x + F.embedding(scree.positions(array(ids)), p["positions"])
+        x = x + F.embedding(scree.positions(tokens), p["positions"])
     for i in range(size.layers):
         if recomputes:
             y, x = checkpoint(layer, i, y, x, use_reentrant=False)
