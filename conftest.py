@@ -55,6 +55,7 @@ collect_ignore = [
 collect_ignore_glob = [
     "*/conftest.py",  # plug-ins, not modules with doctests
     "bench/scree_bench/*",
+    "clients/*",  # programs that need checkouts
     "docs/*",
     "kernels_triton/scree_triton/*",
     "noxfile.py",
