@@ -282,6 +282,8 @@ def main() -> None:
             json.loads(Path(options.compare).read_text()), tokens
         )
     report("nano-vllm", start, checkout, **results)
+    if results.get("equal_tokens", 1.0) < 1 and not is_cuda:
+        raise SystemExit("expected the tokens of the other run")
 
 
 if __name__ == "__main__":
