@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+#: The source of keys of rows that are not cut; see `KeyPlan.keys`.
+WHOLE = -1
+
 #: Ranks may cost this much more than their mean before one more row is cut.
 TOLERANCE = 1.01
 
@@ -127,17 +130,22 @@ class KeyPlan:
 
     Attributes
     ----------
+    cut
+        Runs (start, length) of the tokens of this rank that belong to cut rows. Gradients of these
+        tokens are sums.
     sent
-        Per rank the runs (start, length) of the tokens of this rank that it needs.
+        Per rank the runs (start, length) of the tokens that it needs, counted among the tokens of
+        cut rows of this rank.
     received
         Per rank the number of tokens that this rank receives from it.
     keys
-        Runs (rank, start, length) of tokens which, joined, are the keys of all pieces, group by
-        group. The tokens are received from the rank, or are tokens of this rank.
+        Runs (source, start, length) of tokens which, joined, are the keys of all pieces, group by
+        group. The source is a rank, for tokens of cut rows, or `WHOLE`, for tokens of whole rows.
     groups
         The pieces; one group unless keys after a piece are visible.
     """
 
+    cut: list[tuple[int, int]]
     sent: list[list[tuple[int, int]]]
     received: list[int]
     keys: list[tuple[int, int, int]]
@@ -159,11 +167,13 @@ def plan_keys(
     # Without a window on either side the alignment has no effect.
     is_unbounded = left is None and right is None
     shifts = np.zeros_like(last) if is_unbounded else last - pieces.stops
-    # Index of the first token of each piece among the tokens of its rank.
-    local_starts = np.zeros_like(pieces.starts)
+    # Index of the first token of each piece among the tokens of its rank, and of its cut rows.
+    local_starts, cut_starts = np.zeros_like(pieces.starts), np.zeros_like(pieces.starts)
     for r in range(num_ranks):
         sizes = pieces.lengths[pieces.ranks == r]
         local_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
+        sizes = sizes * ~is_whole[pieces.ranks == r]
+        cut_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
     pieces_of_row: dict[int, list[int]] = {}
     for p in np.flatnonzero(~is_whole).tolist():
         pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
@@ -190,14 +200,14 @@ def plan_keys(
     received = [0] * num_ranks
     # Piece -> the position in its row of its first token here, and the index of that token.
     available = {
-        p: (int(pieces.starts[p]), int(local_starts[p]))
+        p: (int(pieces.starts[p]), int((local_starts if is_whole[p] else cut_starts)[p]))
         for p in np.flatnonzero(pieces.ranks == rank).tolist()
     }
     for other in range(num_ranks):
         if other == rank:
             continue
         for piece, low, high in needed(other, rank):
-            start = int(local_starts[piece] - pieces.starts[piece])
+            start = int(cut_starts[piece] - pieces.starts[piece])
             sent[other].append((start + low, high - low))
         for piece, low, high in needed(rank, other):
             available[piece] = low, received[other]
@@ -214,10 +224,14 @@ def plan_keys(
                 high = min(int(last[query_piece]), int(pieces.stops[piece]))
                 if low < high:
                     position, index = available[piece]
-                    run = int(pieces.ranks[piece]), index + low - position, high - low
-                    _append_run(keys, run)
+                    source = WHOLE if is_whole[piece] else int(pieces.ranks[piece])
+                    _append_run(keys, (source, index + low - position, high - low))
         groups.append(KeyGroup(shift, members, (last - first)[mine[members]]))
-    return KeyPlan(sent, received, keys, groups or [KeyGroup(0, mine, mine)])
+    cut: list[tuple[int, int, int]] = []
+    for piece in mine[~is_whole[mine]].tolist():
+        _append_run(cut, (rank, int(local_starts[piece]), int(pieces.lengths[piece])))
+    cut_runs = [(start, length) for _, start, length in cut]
+    return KeyPlan(cut_runs, sent, received, keys, groups or [KeyGroup(0, mine, mine)])
 
 
 def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:
