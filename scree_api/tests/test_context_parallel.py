@@ -174,6 +174,13 @@ def check_functions(mesh: Any, seed: int) -> None:
         dist.all_reduce(loss, group=group_of(mesh))
         expected = scree.cross_entropy(logits, targets, reduction=reduction, z_loss=1e-3)
         torch.testing.assert_close(loss, expected, equal_nan=True)
+        weight = random(6, 5, 7)
+        loss = scree.linear_cross_entropy(
+            shard(logits, mesh), weight, shard(targets, mesh) % 5, reduction=reduction
+        )
+        dist.all_reduce(loss, group=group_of(mesh))
+        expected = scree.linear_cross_entropy(logits, weight, targets % 5, reduction=reduction)
+        torch.testing.assert_close(loss, expected, equal_nan=True)
 
 
 def check_refusals(mesh: Any) -> None:

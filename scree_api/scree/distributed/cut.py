@@ -18,12 +18,12 @@ from ..broadcasting import accumulation_dtype
 from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
-from ..ops.segment import append_axes
+from ..ops.segment import append_axes, safe_divide
 from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
 from .torch import Group
 
 #: Operations in which tokens do not depend on each other.
-TOKENWISE = {"layer_norm", "merge_attention", "rms_norm", "split", "swiglu"}
+TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
 #: Kinds of functions of the standard in which tokens do not depend on each other.
 TOKENWISE_KINDS = set(
     """
@@ -227,7 +227,8 @@ class Cut(RowCut):
         losses = result if is_pair else (result,)
         counted = xp.sum(xp.astype(targets != options["ignore_index"], losses[0].dtype))
         count = self.group.all_sum(counted)
-        return tuple([x / count for x in losses]) if is_pair else losses[0] / count
+        means = [safe_divide(xp, x, count) for x in losses]
+        return tuple(means) if is_pair else means[0]
 
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
