@@ -185,6 +185,13 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session
+def curves(session: nox.Session) -> None:
+    """Train the same model on PyTorch, JAX and MLX for 50 steps; the losses must agree to 1e-3."""
+    session.install("-c", "constraints.txt", "-e", ".[torch,jax,mlx,train]")
+    session.run("python", "scree_api/tests/compare_curves.py", *session.posargs)
+
+
+@nox.session
 def tensorflow(session: nox.Session) -> None:
     """Test the bridge to TensorFlow, in a separate environment because of its size."""
     session.install(

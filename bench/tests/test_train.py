@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -261,6 +263,10 @@ def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path):
     assert names == {"train-rate-cpu", "train-loss-tokens-cpu", "train-loss-seconds-cpu"}
     profiles = result.extra["profiles"]["tiny, scree"]
     assert {"attention", "optimizer", "matrix products", "loss", "embedding"} <= profiles.keys()
+    page, report = tmp_path / "bench.md", ["report", str(tmp_path / "train-cpu.json"), "--out"]
+    assert CliRunner().invoke(app, [*report, str(page)]).exit_code == 0
+    text = (tmp_path / "bench" / "cpu.md").read_text()
+    assert "\n## Train\n" in text and "train-loss-tokens-cpu.svg" in text
 
 
 def losses(folder):
@@ -337,3 +343,16 @@ def test_kernels_belong_to_parts_of_a_step(names, part):
 def test_unknown_choices_are_named(arguments):
     result = CliRunner().invoke(app, ["train", *SMALL, *arguments])
     assert result.exit_code == 2 and arguments[1] in result.output
+
+
+def test_fine_tuning_forms_have_the_same_losses(tmp_path, monkeypatch):
+    script = Path(__file__).parents[2] / "docs" / "guides" / "fine_tuning.py"
+    options = "--steps", "6", "--rows", "4", "--context", "32", "--out", str(tmp_path / "out.json")
+    monkeypatch.setattr(sys, "argv", [str(script), *options])
+    runpy.run_path(str(script), run_name="__main__")
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert len(rows) == 4
+    for packed, padded in (rows[:2], rows[2:]):
+        assert packed["task"] == padded["task"] and packed["form"] != padded["form"]
+        for name in ("first_loss", "last_loss"):
+            assert packed[name] == pytest.approx(padded[name], rel=1e-3)

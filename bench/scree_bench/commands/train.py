@@ -20,7 +20,7 @@ from ..results import OK, Result, Row, Table, unit
 from ..session import Session
 from ..training import heads, profile
 from ..training.forms import FORMS, REFERENCE, Plan, unavailable
-from ..training.loop import PRECISIONS, Settings, Training, release
+from ..training.loop import PRECISIONS, Settings, Training, compiled_graphs, release
 from ..training.models import SIZES
 from ..training.text import Batches, Documents, load, save
 
@@ -34,7 +34,15 @@ POINTS, FINAL_SHARE = 200, 0.05
 PROGRESS_SECONDS = 10.0
 MODES = {"eager": False, "compiled": True}
 _MODES_OF = {f"{form}:{mode}": (form, mode) for form in FORMS for mode in MODES}
-SHOWN = ("real_tokens", "mfu_share", "step_s", "peak_bytes", "first_step_s", "first_loss_value")
+SHOWN = (
+    "real_tokens",
+    "mfu_share",
+    "step_s",
+    "peak_bytes",
+    "first_step_s",
+    "first_loss_value",
+    "warm_loss_value",
+)
 
 
 def command(
@@ -236,30 +244,38 @@ class _Run:
         row = self.session.row(case, self.who)
         cuda = self.session.device == "cuda"
         try:
-            training, start = Training(*self.arguments), perf_counter()
+            training, begin = Training(*self.arguments), perf_counter()
             if cuda:
                 training.torch.cuda.reset_peak_memory_stats()
             with time_limit(self.session.patience):
                 first = training.run()
                 row.values["first_loss_value"] = float(first.loss)
                 training.wait()
-            row.values["first_step_s"] = perf_counter() - start
+            row.values["first_step_s"] = perf_counter() - begin
             for _ in range(1 if self.session.quick else WARM_UPS):
-                training.run()
+                step = training.run()
+            row.values["warm_loss_value"] = float(step.loss)
             training.wait()
             if cuda:
                 training.torch.cuda.reset_peak_memory_stats()
-            ends, flops = [training.now()], []
+            spans: list[tuple[Any, Any]] = []
+            flops: list[float] = []
+            end = training.now()
             try:
-                for _ in range(timed):
+                # A step with a new shape compiles; other steps are timed in its place.
+                for _ in range(2 * timed):
+                    start, graphs = end, compiled_graphs()
                     step = training.run()
-                    ends.append(step.end)
-                    flops.append(step.flops)
+                    end = step.end
+                    if compiled_graphs() == graphs:
+                        spans.append((start, end))
+                        flops.append(step.flops)
+                    if len(spans) == timed:
+                        break
             # After an interrupt too.
             finally:
                 training.wait()
-                self._add_times(row, training, ends, flops)
-            row.values["last_loss_value"] = float(step.loss)
+                self._add_times(row, training, spans, flops)
             if cuda:
                 row.values["peak_bytes"] = training.torch.cuda.max_memory_allocated()
             if profiled:
@@ -274,13 +290,13 @@ class _Run:
         self.session.save()
 
     def _add_times(
-        self, row: Row, training: Training, ends: Sequence[Any], flops: Sequence[float]
+        self, row: Row, training: Training, spans: Sequence[tuple[Any, Any]], flops: Sequence[float]
     ) -> None:
-        seconds = [training.seconds(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        seconds = [training.seconds(*span) for span in spans]
         if seconds:
             row.add("step_s", seconds)
             row.values["real_tokens"] = self.settings.step_tokens * len(seconds) / sum(seconds)
-            row.values["mfu_share"] = sum(flops[: len(seconds)]) / sum(seconds) / self._peak()
+            row.values["mfu_share"] = sum(flops) / sum(seconds) / self._peak()
 
     def _peak(self) -> float:
         if self.settings.precision != "fp32":

@@ -119,8 +119,9 @@ def padded(plan: Plan, rows: list[np.ndarray], max_tokens: int = 0) -> list[Part
     parts = []
     for group in groups:
         longest = -(-max(map(len, group)) // 8) * 8
-        ids = np.zeros((len(group), longest), np.int64)
-        targets = np.full((len(group), longest), IGNORED)
+        # The compiler treats a size of one as another function, so there are at least two rows.
+        ids = np.zeros((max(2, len(group)), longest), np.int64)
+        targets = np.full(ids.shape, IGNORED)
         for i, row in enumerate(group):
             ids[i, : len(row)], targets[i, : len(row) - 1] = row, row[1:]
         parts.append(Part((ids, targets), _count(targets)))

@@ -234,6 +234,13 @@ class Training:
         return state["losses"][:step].tolist(), float(state["progress"][3])
 
 
+def compiled_graphs() -> int:
+    """Return how many graphs the compiler has made so far."""
+    import torch._dynamo.utils as dynamo
+
+    return int(dynamo.counters["stats"]["unique_graphs"])
+
+
 def release(compiled: bool) -> None:
     """Free the memory of the last run, and with `compiled` also all compiled functions."""
     import torch

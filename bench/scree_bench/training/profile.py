@@ -17,9 +17,9 @@ PARTS = {
     "optimizer": "optimizer|adam|multi_tensor|clip_grad|foreach|lpnorm",
     "copies to the device": "copy to the device|memcpy htod|memcpy.*host.*device",
     "attention": "attention|flash|fmha|sdpa|flex|tile_schedule",
-    "loss": "cross_entropy|linear_ce|logsumexp|softmax|chunkedcross|liger",
+    "loss": "cross_entropy|loss_|logsumexp|softmax|chunkedcross|liger",
     "embedding": "embedding",
-    "matrix products": r"(^|[^a-z])(add|b|badd)?mm([^a-z]|$)|gemm|matmul|cutlass|nvjet|cublas|xmma",
+    "matrix products": r"grouped_|(^|[^a-z])(add|b|badd)?mm([^a-z]|$)|gemm|matmul|cutlass|nvjet|cublas|xmma",
     "norms": "norm",
     "rotation, activation": "rope|rotate|swiglu|silu|gelu|sigmoid|split",
     "casts and copies": "_to_copy|copy_|::to|clone|memcpy|memset|fill|zeros",
@@ -44,6 +44,7 @@ def breakdown(training: Training) -> dict[str, float]:
 
     On the CPU the seconds are the operators' own.
     """
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     cuda = training.settings.device == "cuda"
@@ -56,12 +57,20 @@ def breakdown(training: Training) -> dict[str, float]:
         training.wait()
         wall = time.perf_counter() - start
     seconds: dict[str, float] = defaultdict(float)
+    # Kernel -> its seconds that no operator launched, such as Triton kernels of eager code.
+    unassigned: dict[str, float] = defaultdict(float)
     for event in profiler.events():
         if not cuda:
             seconds[classify(*_names(event))] += event.self_cpu_time_total / 1e6
-            continue
-        for kernel in event.kernels:
-            seconds[classify(kernel.name, *_names(event))] += kernel.duration / 1e6
+        elif event.device_type == DeviceType.CUDA:
+            if not getattr(event, "is_user_annotation", False):
+                unassigned[event.name] += event.time_range.elapsed_us() / 1e6
+        else:
+            for kernel in event.kernels:
+                seconds[classify(kernel.name, *_names(event))] += kernel.duration / 1e6
+                unassigned[kernel.name] -= kernel.duration / 1e6
+    for name, left in unassigned.items():
+        seconds[classify(name)] += max(0.0, left)
     if cuda:
         seconds[IDLE] = max(0.0, wall - sum(seconds.values()))
     order = [*PARTS, OTHER, IDLE]
