@@ -32,6 +32,8 @@ VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 TESTED_VERSIONS = (5, 17), (5, 23)
 #: From this version on, transformers ignores the prefix "paged|" of a name.
 WITHOUT_PREFIX = (5, 19)
+#: From this version on, an allocator has the cache of all layers of one type.
+WITH_ALLOCATORS = (5, 18)
 
 
 class _LayerCache(NamedTuple):
@@ -60,7 +62,7 @@ class _LayerCache(NamedTuple):
 
 
 def _layer_cache(cache: PagedAttentionCache, layer: int) -> _LayerCache:
-    if hasattr(cache, "layer_to_allocator"):  # 5.19 and later
+    if VERSION >= WITH_ALLOCATORS:
         from transformers.generation.continuous_batching import cache_allocators
 
         allocator = cache.layer_to_allocator[layer]
@@ -243,14 +245,14 @@ def _replace_loader() -> None:
 
 def _replace_block_tables() -> None:
     """Let windowed layers have block tables, for an admitted name."""
-    if VERSION >= WITHOUT_PREFIX:
+    if VERSION >= WITH_ALLOCATORS:
         _replace_allocators()
     else:
         _replace_cache()
 
 
 def _replace_allocators() -> None:
-    """Let the allocators of windowed layers fill block tables: 5.19 and later."""
+    """Let the allocators of windowed layers fill block tables: 5.18 and later."""
     from transformers.generation.continuous_batching import cache_allocators, initialization
 
     sliding: Any = cache_allocators.SlidingAttentionCacheAllocator
@@ -274,7 +276,7 @@ def _replace_allocators() -> None:
 
 
 def _replace_cache() -> None:
-    """Let the cache give block tables to windowed layers: 5.17 and 5.18."""
+    """Let the cache give block tables to windowed layers: 5.17."""
     from transformers.generation.continuous_batching import cache_manager
 
     construct_cache = PagedAttentionCache.__init__

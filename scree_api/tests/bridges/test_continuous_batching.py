@@ -113,6 +113,20 @@ def test_generate_batch_by_block_tables_agrees_with_eager(
     assert decode_calls
 
 
+def test_block_tables_of_windowed_layers_depend_on_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    num_blocks = {}
+    for name in (NAME, "sdpa"):
+        config = CONFIGS["gemma3"]()
+        config._attn_implementation = name
+        batching = ContinuousBatchingConfig(max_blocks_per_request=16)
+        initialization.ensure_decode_fast_path_is_available(config, batching, True)
+        num_blocks[name] = batching.max_blocks_per_request
+    assert num_blocks == {NAME: 16, "sdpa": 0}
+
+
 def test_generate_batch_with_the_public_name() -> None:
     """Up to 5.18 transformers accepts every registered name, and later none without "flash"."""
     net = model("llama", "scree")
