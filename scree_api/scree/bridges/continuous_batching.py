@@ -88,7 +88,7 @@ def _paged_forward(
     value: torch.Tensor,
     options: dict[str, Any],
     cache: PagedAttentionCache,
-    position_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
     cu_seq_lens_q: torch.Tensor,
     cu_seq_lens_k: Any,
     read_index: list[torch.Tensor],
@@ -115,10 +115,8 @@ def _paged_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if block_table is not None:
         queries = ragged_array(q, cu_seq_lens_q, 1)
-        positions = position_ids[0, : queries.batch_size]
-        return _decode(
-            queries, k, v, layer, block_table[layer.group], cu_seq_lens_k, positions, options
-        )
+        table = block_table[layer.group]
+        return _decode(queries, k, v, layer, table, cu_seq_lens_k, position_ids, options)
     read, write = read_index[layer.group], write_index[layer.group]
     if not read.numel():  # all requests are new
         _write(layer, write, k, v)
@@ -161,7 +159,7 @@ def _decode(
     layer: _LayerCache,
     block_table: torch.Tensor,
     cu_seq_lens_k: torch.Tensor,
-    positions: torch.Tensor,
+    position_ids: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Return attention of one new token per request, through a block table.
@@ -171,7 +169,13 @@ def _decode(
     """
     lengths = ends = torch.diff(cu_seq_lens_k)
     if layer.window is not None:
-        ends = positions.to(lengths.dtype) % layer.window + 1
+        if position_ids is None:
+            raise ValueError(
+                "position_ids: a windowed layer needs them with a block table, got None; "
+                "set max_blocks_per_request=0 for this model"
+            )
+        positions = position_ids[0, : q.batch_size].to(lengths.dtype)
+        ends = positions % layer.window + 1
         options = {**options, "window": None}
     new_k, new_v = q.with_values(k), q.with_values(v)
     append_paged(layer.k, layer.v, new_k, new_v, block_table, ends)
@@ -180,7 +184,7 @@ def _decode(
 
 
 # ---------------------------------------------------------------- names of transformers
-#: The names that `allow_name` has admitted.
+#: The names that `admit_name` has admitted.
 _NAMES: set[str] = set()
 
 
