@@ -175,7 +175,7 @@ def _decode(
                 "set max_blocks_per_request=0 for this model"
             )
         positions = position_ids[0, : q.batch_size].to(lengths.dtype)
-        ends = positions % layer.window + 1
+        ends = torch.minimum(positions % layer.window + 1, lengths)  # 0 for rows of padding
         options = {**options, "window": None}
     new_k, new_v = q.with_values(k), q.with_values(v)
     append_paged(layer.k, layer.v, new_k, new_v, block_table, ends)
