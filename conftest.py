@@ -32,6 +32,7 @@ NEEDS = {
     "scree_api/tests/bridges/test_awkward.py": "awkward ragged",
     "scree_api/tests/bridges/test_continuous_batching.py": "torch transformers",
     "scree_api/tests/bridges/test_flash_attn.py": "torch",
+    "scree_api/tests/bridges/test_flash_attn_raw.py": "torch",
     "scree_api/tests/bridges/test_flash_attn_versions.py": "torch",
     "scree_api/tests/bridges/test_minilm.py": "torch transformers",
     "scree_api/tests/bridges/test_scipy.py": "scipy",
@@ -40,6 +41,9 @@ NEEDS = {
     "scree_api/tests/bridges/test_transformers_training.py": "torch transformers accelerate",
     "scree_api/tests/bridges/test_tensorflow_installed.py": "tensorflow",
     "scree_api/tests/test_call_cache.py": "torch",
+    "scree_api/scree/distributed": "torch",
+    "scree_api/tests/test_context_parallel.py": "torch",
+    "scree_api/tests/test_distributed.py": "torch",
     "scree_api/tests/test_mlx_namespace.py": "mlx array_api_strict",
     "scree_api/tests/test_transforms_bucket.py": "jax",
     "scree_api/tests/test_transforms_jax.py": "jax",
@@ -55,6 +59,7 @@ collect_ignore = [
 collect_ignore_glob = [
     "*/conftest.py",  # plug-ins, not modules with doctests
     "bench/scree_bench/*",
+    "conformance/upstream/*",  # needs checkouts of other projects
     "clients/*",  # programs that need checkouts
     "docs/*",
     "kernels_triton/scree_triton/*",

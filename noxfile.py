@@ -129,6 +129,21 @@ def opinfo(session: nox.Session) -> None:
     )
 
 
+@nox.session(venv_params=["--system-site-packages"])
+def upstream_tests(session: nox.Session) -> None:
+    """Run the test files of FlashAttention, PyTorch, Liger-Kernel and quack through scree.
+
+    The arguments are checkouts of these projects: `upstream_tests -- flash_attn=DIR liger=DIR`.
+    Without arguments the session lists the projects, with their commits and licences. On a CPU it
+    runs a few cases of each test. An installed torch, which may have CUDA, is used.
+    """
+    session.install(
+        *("-c", "constraints.txt", "-e", ".[test,triton]", "-e", "conformance"),
+        *("einops>=0.8", "expecttest>=0.3", "transformers>=5", "pytest-xdist>=3"),
+    )
+    session.run("python", "conformance/upstream/run.py", *session.posargs)
+
+
 @nox.session
 @nox.parametrize("version", ["5.17", "5.20", "5.23"])
 def transformers(session: nox.Session, version: str) -> None:
@@ -167,6 +182,13 @@ def clients(session: nox.Session) -> None:
             continue
         for script, *options in runs:
             session.run("python", f"clients/{script}", str(checkout), *options)
+
+
+@nox.session
+def curves(session: nox.Session) -> None:
+    """Train the same model on PyTorch, JAX and MLX for 50 steps; the losses must agree to 1e-3."""
+    session.install("-c", "constraints.txt", "-e", ".[torch,jax,mlx,train]")
+    session.run("python", "scree_api/tests/compare_curves.py", *session.posargs)
 
 
 @nox.session

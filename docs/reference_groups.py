@@ -12,7 +12,7 @@ from inspect import cleandoc
 from pathlib import Path
 
 import scree
-from scree import bridges, data
+from scree import bridges, data, distributed
 from scree.functions import EXTENSIONS, KINDS
 
 PACKAGE = Path(scree.__file__).parent
@@ -34,8 +34,9 @@ GROUPS: dict[str, str] = {
     "Moving tokens and rows": "gather scatter scatter_add group",
     "Rows and positions": "segment_ids positions broadcast_rows same_layout align",
     "Batches": """
-        data data.collate data.TokenBudgetSampler data.split_balanced data.truncate data.chunk
-        data.interleave data.Interleaved bucket""",
+        data data.collate data.TokenBudgetSampler data.fit_cost data.split_balanced data.truncate
+        data.chunk data.interleave data.Interleaved bucket""",
+    "Several GPUs": "distributed distributed.shard distributed.unshard",
     "Files": "save load",
     "Bridges: array libraries": """
         bridges bridges.to_backend bridges.to_numpy bridges.to_torch bridges.to_jax bridges.to_mlx
@@ -78,6 +79,7 @@ MODULES = {
     "xp": "namespace.md",
     "functions": "namespace.md",
     "data": "bridges.md",
+    "distributed": "guides/multi-gpu.md",
     "bridges": "bridges.md",
     "bridges.transformers": "bridges.md",
     "bridges.flash_attn": "bridges.md",
@@ -182,6 +184,7 @@ def public_names() -> set[str]:
     """Return every public name, without the prefix `scree.`."""
     names = {*scree.__all__, *dir(scree), *IN_MODULES, *DOCUMENTED} - {"__version__"}
     names |= {f"data.{name}" for name in data.__all__}
+    names |= {f"distributed.{name}" for name in distributed.__all__}
     return names | {f"bridges.{name}" for name in dir(bridges) if name in NAMES_OF_BRIDGES}
 
 

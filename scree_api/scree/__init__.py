@@ -14,7 +14,7 @@ from .ragged import *  # noqa: F403
 from .standard import Namespace
 
 if TYPE_CHECKING:
-    from . import data, xp
+    from . import data, distributed, xp
     from .data.bucket import bucket
     from .explanation import explain
     from .io import load, save
@@ -32,6 +32,7 @@ __all__ = [
     "bridges",
     "bucket",
     "data",
+    "distributed",
     "explain",
     "from_lists",
     "functions",
@@ -52,6 +53,7 @@ _LAZY = {
     "RopeScaling": "ops.rope_scaling",
     "bucket": "data.bucket",
     "data": "data",
+    "distributed": "distributed",
     "explain": "explanation",
     "load": "io",
     "rope_frequencies": "ops.rope_scaling",

@@ -148,6 +148,26 @@ class Array:
         fields["_layout"] = layout
         return self
 
+    @property
+    def shard_layout(self) -> Layout | None:
+        """The layout if this is a shard, else None; for pytrees, which keep it with the shard."""
+        layout: Layout | None = self.__dict__.get("_layout")
+        return layout if layout is not None and layout.cut is not None else None
+
+    @classmethod
+    def from_leaves(
+        cls,
+        values: Any,
+        offsets: Any,
+        ragged_dim: int,
+        max_length: int | None,
+        shard_layout: Layout | None,
+    ) -> Array:
+        """Return an array of the leaves and the static parts of a pytree, without any check."""
+        if shard_layout is not None:
+            return cls.from_layout(values, shard_layout, ragged_dim)
+        return cls.unchecked(values, offsets, ragged_dim, max_length)
+
     def _check(self, host: np.ndarray) -> None:
         check_offsets(host, self.total_length)
         longest = int(np.max(host[1:] - host[:-1], initial=0))
@@ -330,6 +350,7 @@ class Array:
         """
         if stream is not None:
             raise ValueError("stream: expected None, scree knows no streams of a library")
+        checks.check_whole("arr", self.layout)
         old, move = self.layout, self.layout.backend.to_device
         offsets = move(self.offsets, device)
         layout = Layout(old.backend, offsets, self.total_length, old.max_length, old.host_offsets)
@@ -338,6 +359,7 @@ class Array:
     @property
     def at(self) -> At:
         """Takes the index of entries to update: ``arr.at[key].set(value)``; see `scree.at`."""
+        checks.check_whole("arr", self.layout)
         return At(self)
 
     if TYPE_CHECKING:  # attached by `scree.bridges.methods`
@@ -362,6 +384,15 @@ class Array:
             "a ragged array is not a NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
         )
 
+    # Without these methods PyTorch would take the rows as a sequence of numbers if all have one token.
+    def __dlpack__(self, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "a ragged array is not a dense array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
+        )
+
+    def __dlpack_device__(self) -> NoReturn:
+        self.__dlpack__()
+
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -377,6 +408,9 @@ class Array:
     def __getitem__(self, key: Any) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
+        cut = self.layout.cut
+        if cut is not None:
+            return cut.call("getitem", "indexing", UPPER.getitem, (self, key), {})
         return UPPER.getitem(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
@@ -400,10 +434,12 @@ class Array:
         return Array.from_layout(self.values, self.layout, self.ragged_dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        checks.check_whole("arr", self.layout)
         parts = copy.deepcopy((self.values, self.offsets), memo)
         return Array.unchecked(*parts, self.ragged_dim, self.max_length)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        checks.check_whole("arr", self.layout)
         return restore, (self.values, self.offsets, self.ragged_dim, self.max_length)
 
     # Operators of the standard.

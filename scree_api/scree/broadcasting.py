@@ -20,12 +20,14 @@ SCALARS = *checks.NUMBERS, np.generic
 _accumulation_dtypes: dict[Any, Any] = {}
 
 
-def check_ragged(name: str, x: Any) -> Array:
-    """Return `x`; raise unless it is a ragged array."""
+def check_ragged(name: str, x: Any, *, shards: bool = False) -> Array:
+    """Return `x`; raise unless it is a ragged array, of whole rows unless `shards` are allowed."""
     if not isinstance(x, Array):
         raise TypeError(
             f"{name}: expected a ragged array, got {type(x).__name__}; see scree.pack and scree.from_cu_seqlens"
         )
+    if not shards:
+        checks.check_whole(name, x.layout)
     return x
 
 
@@ -46,6 +48,8 @@ def check_array(name: str, x: Any) -> Any:
     """Return the values of a ragged array, or a dense array unchanged; raise for anything else."""
     values = as_values(x)
     backend(values, name)
+    if isinstance(x, Array):
+        checks.check_whole(name, x.layout)
     return values
 
 

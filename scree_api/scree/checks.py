@@ -39,6 +39,15 @@ def check_integer(
     return int(x)
 
 
+def check_whole(name: str, layout: Any) -> None:
+    """Raise if rows of a layout are cut over processes."""
+    if layout.cut is not None:
+        raise TypeError(
+            f"{name}: expected whole rows, got a shard, whose rows are cut over processes; this operation does not "
+            "take shards: use scree.distributed.unshard(arr), or do it before scree.distributed.shard"
+        )
+
+
 def check_dense(name: str, x: Any, like: Any) -> None:
     """Raise unless `x` is a dense array of the library, and on the device, of the array `like`."""
     lib = backend(like)

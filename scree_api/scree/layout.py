@@ -9,7 +9,7 @@ and what calls it: `buckets`, and `total` if it was not given.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -92,6 +92,26 @@ def _cached(derive: Callable[[Layout], Any]) -> Any:
     return property(lambda self: self.cached(name, lambda: derive(self)), doc=derive.__doc__)
 
 
+class RowCut(Protocol):
+    """The cut of a batch over processes, as the lower layers see it; see `scree.distributed`.
+
+    A shard is an array whose layout has a cut: row i is the part of row i that this process holds.
+    Operations on shards go through the cut, which runs those that it knows and refuses the others.
+    """
+
+    positions: Any
+
+    def run(
+        self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    ) -> Any:
+        """Run an operation whose first array is a shard; the arguments of `Operation.run`."""
+
+    def call(
+        self, kind: str, name: str, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a function of the standard, of some kind, on shards."""
+
+
 class Layout:
     """The row boundaries of a ragged array and everything derived from them.
 
@@ -135,6 +155,8 @@ class Layout:
         self._stream_key = None if backend.stream_key is None else backend.stream_key(offsets)
         self._host = host
         self._has_no_tail = has_no_tail
+        #: How the rows are cut over processes; None for whole rows.
+        self.cut: RowCut | None = None
 
     @classmethod
     def from_host_lengths(
@@ -470,6 +492,8 @@ def has_same_rows(a: Layout, b: Layout) -> bool | None:
     Layouts on one offsets array are not compared further. The result is None if a comparison would
     have to wait for a device.
     """
+    if a.cut is not b.cut and a.cut != b.cut:
+        return False
     if a is b or a.offsets is b.offsets:
         return True
     if a.num_rows != b.num_rows or a.total != b.total:

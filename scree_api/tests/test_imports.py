@@ -46,7 +46,7 @@ broadcasting display dispatch
 construct indexing ops functions ragged standard
 providers
 namespace
-explanation bridges data io page_pool xp
+explanation bridges data distributed io page_pool xp
 __init__
 demo __main__
 """
@@ -158,7 +158,9 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     [
         name
         for name in MODULES
-        if not name.startswith(("backends/", "providers/", "bridges/", "demo/train_"))
+        if not name.startswith(
+            ("backends/", "providers/", "bridges/", "distributed/", "demo/train_")
+        )
     ],
 )
 def test_modules_outside_of_backends_name_no_library(name: str) -> None:

@@ -1,9 +1,9 @@
-"""Batches of samples: collating, sampling by token count, splitting, windows and modalities."""
+"""Batches of samples: collating, splitting, windows and modalities."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..backends import backend, is_array
 from ..bridges.dlpack import backend_of, convert, to_backend
 from ..bridges.lists import from_lists
 from ..broadcasting import check_ragged
-from ..checks import check_flag, check_integer, read_integers
+from ..checks import check_integer, read_integers
 from ..construct import pack
 from ..indexing.getitem import select
 from ..layout import Layout
@@ -116,224 +116,6 @@ def _collate_field(name: str, items: Sequence[Any], library: Any) -> Any:
     return packed if library is None else to_backend(packed, library)
 
 
-class TokenBudgetSampler:
-    """Sampler of batches with a bounded number of tokens, a ``batch_sampler`` of a DataLoader.
-
-    Parameters
-    ----------
-    lengths
-        (n,) number of tokens per row; or a ragged array, for the lengths of its rows.
-    budget
-        Maximum number of tokens per batch.
-    shuffle
-        Whether each epoch has a new order of the rows.
-    seed
-        Seed of the shuffle, combined with the epoch; must be equal on all ranks.
-    rank
-        Index of this process.
-    num_ranks
-        Number of processes. All ranks get the same number of batches
-        with nearly equal numbers of tokens. Each row is in one batch of one rank per epoch; rows
-        repeat only if there are fewer rows than ranks.
-    drop_last
-        Whether to drop the last batch if it does not fill the budget, and then the batches that
-        cannot be distributed evenly over the ranks.
-
-    Attributes
-    ----------
-    epoch
-        Number of the epoch; increases by one when an epoch ends.
-
-    Raises
-    ------
-    ValueError
-        If a row is longer than the budget; see `truncate` and `chunk`.
-
-    Notes
-    -----
-    `state_dict` counts the batches that the sampler returned. A DataLoader with workers requests
-    batches ahead of time, so this count is too high there. A loader that saves the state of its
-    sampler itself, such as torchdata's `StatefulDataLoader`, saves the right count.
-
-    Examples
-    --------
-    >>> from scree.data import TokenBudgetSampler
-    >>> list(TokenBudgetSampler([4, 3, 2, 5, 1, 1], budget=8, shuffle=False))
-    [[0, 1], [2, 3, 4], [5]]
-    """
-
-    def __init__(
-        self,
-        lengths: Any,
-        budget: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        rank: int = 0,
-        num_ranks: int = 1,
-        drop_last: bool = False,
-    ) -> None:
-        self.lengths = _read_lengths(lengths)
-        self.budget = check_integer("budget", budget, 1)
-        self.num_ranks = check_integer("num_ranks", num_ranks, 1)
-        self.rank = check_integer("rank", rank, 0, num_ranks)
-        self.seed = check_integer("seed", seed, 0)
-        self.shuffle = check_flag("shuffle", shuffle)
-        self.drop_last = check_flag("drop_last", drop_last)
-        self.epoch = self.position = 0
-        self._cached_batches: tuple[int, list[np.ndarray]] | None = None  # (epoch, batches)
-        if self.lengths.size and self.lengths.max() > budget:
-            i = int(self.lengths.argmax())
-            raise ValueError(
-                f"lengths: expected at most {budget}, the budget, got {self.lengths[i]} at {i}; "
-                "cut or chunk that row"
-            )
-
-    def __len__(self) -> int:
-        return len(self._batches())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = self._batches()
-        while self.position < len(batches):
-            self.position += 1
-            yield batches[self.position - 1].tolist()
-        self.set_epoch(self.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Move to the first batch of an epoch.
-
-        Parameters
-        ----------
-        epoch
-            Number of the epoch, at least 0.
-
-        Examples
-        --------
-        >>> from scree.data import TokenBudgetSampler
-        >>> sampler = TokenBudgetSampler([4, 3, 2], budget=8)
-        >>> sampler.set_epoch(5)
-        >>> sampler.epoch
-        5
-        """
-        self.epoch, self.position = check_integer("epoch", epoch, 0), 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the position in it and the settings; equal on all ranks.
-
-        Returns
-        -------
-        dict
-            Integers by name, for `load_state_dict`.
-
-        Examples
-        --------
-        >>> from scree.data import TokenBudgetSampler
-        >>> sampler = TokenBudgetSampler([4, 3, 2], budget=7)
-        >>> _ = next(iter(sampler))
-        >>> sampler.state_dict()["position"]
-        1
-        """
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            **self._settings(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from the state that `state_dict` returned.
-
-        Parameters
-        ----------
-        state
-            Result of `state_dict`, on any rank.
-
-        Raises
-        ------
-        ValueError
-            If the state belongs to other rows or settings, whose batches would differ.
-
-        Examples
-        --------
-        >>> from scree.data import TokenBudgetSampler
-        >>> sampler, resumed = (TokenBudgetSampler([4, 3, 2], 7, shuffle=False) for _ in range(2))
-        >>> _ = next(iter(sampler))
-        >>> resumed.load_state_dict(sampler.state_dict())
-        >>> list(resumed)
-        [[2]]
-        """
-        for name, expected in self._settings().items():
-            if state.get(name) != expected:
-                raise ValueError(
-                    f"state: expected {name} {expected}, got {state.get(name)}; "
-                    "the batches would differ"
-                )
-        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self._cached_batches = None
-
-    def _settings(self) -> dict[str, int]:
-        return {
-            "rows": self.lengths.size,
-            "tokens": int(self.lengths.sum()),
-            "budget": self.budget,
-            "num_ranks": self.num_ranks,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
-
-    def _batches(self) -> list[np.ndarray]:
-        """Return the batches of this rank in this epoch."""
-        if self._cached_batches is None or self._cached_batches[0] != self.epoch:
-            self._cached_batches = self.epoch, self._distribute(self._all_batches())
-        return self._cached_batches[1]
-
-    def _all_batches(self) -> list[np.ndarray]:
-        """Return the batches of all ranks; their number is a multiple of `num_ranks`."""
-        order = np.arange(self.lengths.size)
-        if self.shuffle:
-            np.random.default_rng([self.seed, self.epoch]).shuffle(order)
-        token_ends, start, batches = np.cumsum(self.lengths[order]), 0, []
-        while start < order.size:
-            num_tokens = int(token_ends[start - 1]) if start else 0
-            end = int(np.searchsorted(token_ends, num_tokens + self.budget, side="right"))
-            batches.append(order[start:end])
-            start = end
-        if self.drop_last:
-            if batches and self.lengths[batches[-1]].sum() < self.budget:
-                batches.pop()
-            return batches[: len(batches) // self.num_ranks * self.num_ranks]
-        while len(batches) % self.num_ranks:
-            self._split_largest(batches)
-        return batches
-
-    def _split_largest(self, batches: list[np.ndarray]) -> None:
-        """Replace the largest batch by its halves; if all have one row, repeat the largest one."""
-        i = max(
-            range(len(batches)), key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum())
-        )
-        batch = batches[i]
-        if batch.size > 1:
-            halves = [batch[half] for half in split_balanced(self.lengths[batch], 2)]
-        else:
-            halves = [batch, batch]
-        batches[i : i + 1] = halves
-
-    def _distribute(self, batches: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the batches of this rank.
-
-        Of every `num_ranks` batches, the largest goes to the rank with the fewest tokens so far.
-        """
-        totals, selected = np.zeros(self.num_ranks, np.int64), []
-        for i in range(0, len(batches), self.num_ranks):
-            group = batches[i : i + self.num_ranks]
-            num_tokens = np.asarray([self.lengths[batch].sum() for batch in group])
-            ranks = np.argsort(totals, kind="stable")  # by rising number of tokens
-            order = np.argsort(-num_tokens, kind="stable")  # by falling number of tokens
-            totals[ranks] += num_tokens[order]
-            selected.append(group[int(order[np.flatnonzero(ranks == self.rank)[0]])])
-        return selected
-
-
 def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
     """Divide rows into k parts of nearly equal cost.
 
@@ -371,7 +153,7 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
     >>> scree.data.split_balanced([8, 1, 4, 3], 2)
     [array([1, 2, 3]), array([0])]
     """
-    lengths, k = _read_lengths(arr), check_integer("k", k, 1)
+    lengths, k = read_lengths(arr), check_integer("k", k, 1)
     if isinstance(cost, str):
         if cost not in ("tokens", "attention"):
             raise ValueError(
@@ -632,7 +414,7 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     return Interleaved(tokens, per_token(modalities), per_token(segment_indices))
 
 
-def _read_lengths(x: Any) -> np.ndarray:
+def read_lengths(x: Any) -> np.ndarray:
     """Return row lengths on the host, from a ragged array, an array or a list."""
     if isinstance(x, Array):
         return np.diff(x.layout.read_offsets()).astype(np.int64)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from threading import get_ident
 from typing import Any
 
+from ..array import Array
 from ..backends import backend
 from ..layout import Layout
 from . import call_cache
@@ -115,6 +116,9 @@ class Operation:
         kernel
             The provider that must run the call; by default the first kernel that accepts.
         """
+        operand = next(iter(arrays.values()), None)
+        if type(operand) is Array and (cut := operand.layout.cut) is not None:
+            return cut.run(self, arrays, options, kernel)
         kernels = self.kernels
         for first in kernels:
             if first.prepare is not None:

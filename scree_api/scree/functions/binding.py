@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..array import Array
 from ..backends import Backend, constant
+from ..layout import RowCut
 from .table import Kind
 
 Function = Callable[..., Any]
@@ -114,7 +115,7 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
     ragged.__qualname__ = getattr(function, "__name__", name)
     std = Standard(function, name, backend, dtype_rule)
     ragged.__kwdefaults__ = {**(f.__kwdefaults__ or {}), "std": std}
-    return SELECTORS[operands](std, ragged)
+    return SELECTORS[operands](std, kind.name, ragged)
 
 
 def check_library(std: Standard, *operands: Any) -> None:
@@ -138,45 +139,59 @@ def _refuse(function: Function, name: str, why: str) -> Function:
     return call
 
 
-def _if_first(std: Standard, ragged: Function) -> Function:
+def _if_first(std: Standard, kind: str, ragged: Function) -> Function:
     function, lib = std.function, std.backend
 
     def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Array):
             if x.layout.backend is not lib:
                 check_library(std, x)
+            if (cut := x.layout.cut) is not None:
+                return cut.call(kind, std.name, ragged, (x, *args), kwargs)
             return ragged(x, *args, **kwargs)
         return function(x, *args, **kwargs)
 
     return call
 
 
-def _if_either(std: Standard, ragged: Function) -> Function:
+def _if_either(std: Standard, kind: str, ragged: Function) -> Function:
     function = std.function
 
     def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x1, Array) or isinstance(x2, Array):
             check_library(std, x1, x2)
+            if (cut := _cut_of(x1, x2)) is not None:
+                return cut.call(kind, std.name, ragged, (x1, x2, *args), kwargs)
             return ragged(x1, x2, *args, **kwargs)
         return function(x1, x2, *args, **kwargs)
 
     return call
 
 
-def _if_list(std: Standard, ragged: Function) -> Function:
+def _if_list(std: Standard, kind: str, ragged: Function) -> Function:
     function = std.function
 
     def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays):
             check_library(std, *arrays)
+            if (cut := _cut_of(*arrays)) is not None:
+                return cut.call(kind, std.name, ragged, (arrays, *args), kwargs)
             return ragged(arrays, *args, **kwargs)
         return function(arrays, *args, **kwargs)
 
     return call
 
 
-def _always(std: Standard, ragged: Function) -> Function:
+def _always(std: Standard, kind: str, ragged: Function) -> Function:
     return ragged
+
+
+def _cut_of(*operands: Any) -> RowCut | None:
+    """Return the cut of the first shard, or None."""
+    for x in operands:
+        if isinstance(x, Array) and x.layout.cut is not None:
+            return x.layout.cut
+    return None
 
 
 #: The operand that must be ragged -> the function of both implementations that selects one.

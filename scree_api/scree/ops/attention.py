@@ -323,9 +323,14 @@ def attention(
     if sinks is None:
         return _attention.run(arrays, options, kernel)
     checks.check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
-    call = AttentionCall(**arrays, **{**options, "return_lse": True})
-    check_per_head("sinks", sinks, q)
-    out, lse = _attention.run_call(call, kernel)
+    options["return_lse"] = True
+    if isinstance(q, Array) and q.layout.cut is not None:
+        check_per_head("sinks", sinks, q)
+        out, lse = _attention.run(arrays, options, kernel)
+    else:
+        call = AttentionCall(**arrays, **options)
+        check_per_head("sinks", sinks, q)
+        out, lse = _attention.run_call(call, kernel)
     out, lse = apply_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 

@@ -44,7 +44,7 @@ def broadcast_rows(per_row: Any, /, like: Array) -> Array:
     >>> scree.broadcast_rows(np.asarray([7, 8, 9]), like).tolist()
     [[7], [], [9, 9, 9]]
     """
-    layout = check_ragged("like", like).layout
+    layout = check_ragged("like", like, shards=True).layout
     check_dense("per_row", per_row, like.values)
     shape = tuple(per_row.shape)
     if shape[:1] != (layout.num_rows,):

@@ -38,7 +38,7 @@ def segment_ids(arr: Array) -> Any:
     >>> scree.segment_ids(scree.from_lengths(np.zeros(4), [1, 0, 3]))
     array([0, 2, 2, 2])
     """
-    return check_ragged("arr", arr).layout.segment_ids
+    return check_ragged("arr", arr, shards=True).layout.segment_ids
 
 
 def positions(arr: Array) -> Any:
@@ -77,7 +77,8 @@ def positions(arr: Array) -> Any:
     >>> (tokens + tokens.with_values(table[scree.positions(tokens)])).tolist()[2]
     [[1.0, 1.0], [1.1, 1.2], [1.3, 1.4]]
     """
-    return check_ragged("arr", arr).layout.positions
+    layout = check_ragged("arr", arr, shards=True).layout
+    return layout.positions if layout.cut is None else layout.cut.positions
 
 
 def same_layout(a: Array, b: Array) -> bool | None:
@@ -104,7 +105,9 @@ def same_layout(a: Array, b: Array) -> bool | None:
     >>> scree.same_layout(scree.from_lengths(np.zeros(4), [1, 3]), scree.from_lengths(np.ones(4), [1, 3]))
     True
     """
-    return has_same_rows(check_ragged("a", a).layout, check_ragged("b", b).layout)
+    return has_same_rows(
+        check_ragged("a", a, shards=True).layout, check_ragged("b", b, shards=True).layout
+    )
 
 
 def align(arr: Array, like: Array) -> Array:

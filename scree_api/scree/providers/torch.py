@@ -22,8 +22,8 @@ xp = BACKEND.xp
 
 pytree.register_pytree_node(
     Array,
-    lambda x: ((x.values, x.offsets), (x.ragged_dim, x.max_length)),
-    lambda children, static: Array.unchecked(*children, *static),
+    lambda x: ((x.values, x.offsets), (x.ragged_dim, x.max_length, x.shard_layout)),
+    lambda children, static: Array.from_leaves(*children, *static),
     serialized_type_name="scree.Array",
 )
 torch.serialization.add_safe_globals([restore])  # `torch.load` with weights_only, its default

@@ -1,0 +1,134 @@
+"""Context parallelism: rows of a ragged batch cut over the ranks of torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..array import Array
+from ..broadcasting import check_ragged, moveaxis
+from ..checks import check_number
+
+__all__ = ["shard", "unshard"]
+
+
+def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Array:
+    """Return this rank's tokens of a batch that all ranks hold.
+
+    Row i of the result is this rank's part of row i, which may be empty. The longest rows are cut
+    into chunks, the others stay whole, so that all ranks have nearly equal costs. Any lengths and
+    any number of ranks are possible.
+
+    Shard the token ids, the targets and all other arrays of a batch; those on one layout are cut
+    alike. Functions of tokens, norms, matrix products, `rope` (with the positions in the whole
+    rows), losses, `attention` and reductions of rows take shards. All other operations raise
+    `TypeError`. `attention` sends the keys and values that other ranks need; all ranks must call it.
+
+    The loss of a batch is the sum of the losses of all ranks, and gradients are of this sum.
+    `cross_entropy` of a shard is this rank's part of the sum or mean. Reductions of rows return the
+    result of the whole rows on each rank.
+
+    Parameters
+    ----------
+    arr
+        Ragged array on PyTorch, equal on all ranks. A tail is dropped.
+    mesh
+        `torch.distributed.device_mesh.DeviceMesh` of one dimension, such as ``mesh["cp"]``, or a
+        process group.
+    cost
+        Two numbers (a, b). A row of L tokens costs ``a * L + b * L**2``; see
+        `scree.data.fit_cost`. ``(6 * width, 1)`` is near to a transformer with causal attention.
+
+    Returns
+    -------
+    Array
+        (n, None, ...) shard, like `arr`.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array of PyTorch, is a shard, or `mesh` is no mesh.
+    ValueError
+        If the mesh has several dimensions, or a cost is negative.
+
+    Notes
+    -----
+    The offsets are read once per layout. Second derivatives of `attention` and of reductions of
+    shards are not supported. Under `torch.compile` the communication breaks the graph.
+
+    Examples
+    --------
+    >>> import scree, torch, torch.distributed as dist
+    >>> from scree.distributed import shard, unshard
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,))
+    >>> arr = scree.from_lengths(torch.arange(5.0), [3, 2])
+    >>> x = shard(arr, mesh)
+    >>> unshard(x * 2).tolist()
+    [[0.0, 2.0, 4.0], [6.0, 8.0]]
+    >>> dist.destroy_process_group()
+    """
+    layout = check_ragged("arr", arr).layout
+    if layout.backend.name != "torch":
+        raise TypeError(
+            f"arr: expected a ragged array of torch, got one of {layout.backend.name}; use arr.to_backend"
+        )
+    from .cut import Cut
+    from .pieces import cut_rows
+    from .torch import Group
+
+    a, b = (check_number(f"cost[{i}]", x, low=0) for i, x in enumerate(cost))
+    group = Group(mesh)
+
+    def make() -> tuple[Any, Any]:
+        lengths = np.diff(layout.read_offsets()).astype(np.int64)
+        cut = Cut(layout, group, cut_rows(lengths, group.size, (a, b)))
+        return cut.make_layout(), layout.to_index(cut.whole_index(group.rank))
+
+    shard_layout, index = layout.cached(("shard", group.group, a, b), make)
+    values = layout.xp.take(arr.values, index, axis=arr.ragged_dim)
+    return Array.from_layout(values, shard_layout, arr.ragged_dim)
+
+
+def unshard(arr: Array) -> Array:
+    """Return the whole rows of a shard, on all ranks.
+
+    Parameters
+    ----------
+    arr
+        Shard, of `shard` or of operations on shards. All ranks must call the function.
+
+    Returns
+    -------
+    Array
+        (n, None, ...) whole rows in their original order. Gradients are summed over the ranks.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no shard.
+
+    Examples
+    --------
+    >>> import scree, torch, torch.distributed as dist
+    >>> from scree.distributed import shard, unshard
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> arr = scree.from_lengths(torch.arange(5), [3, 2])
+    >>> unshard(shard(arr, dist.group.WORLD)).tolist()
+    [[0, 1, 2], [3, 4]]
+    >>> dist.destroy_process_group()
+    """
+    cut: Any = check_ragged("arr", arr, shards=True).layout.cut
+    if cut is None:
+        raise TypeError("arr: expected a shard, got an array of whole rows; see shard")
+    xp, plain = arr.layout.xp, arr.layout
+    longest, index = plain.cached("unshard", cut.gathered_index)
+    values = moveaxis(xp, arr.values, arr.ragged_dim, 0)
+    padding = xp.zeros(
+        (longest - values.shape[0], *values.shape[1:]), dtype=values.dtype, device=arr.device
+    )
+    gathered = cut.group.all_gather(xp.concat([values, padding], axis=0))
+    tokens = xp.reshape(gathered, (-1, *values.shape[1:]))
+    values = moveaxis(xp, xp.take(tokens, index, axis=0), 0, arr.ragged_dim)
+    return Array.from_layout(values, cut.whole, arr.ragged_dim)

@@ -1,0 +1,388 @@
+"""The cut of a batch over ranks: operations on shards.
+
+An operation on a shard runs on an array of this rank's tokens without the cut, and the result gets
+the cut again. This is right where tokens do not depend on each other. Attention, rope, losses and
+reductions of rows have implementations here. All other operations raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..array import Array
+from ..broadcasting import accumulation_dtype
+from ..checks import check_whole
+from ..layout import Layout, RowCut
+from ..ops.attention import AttentionCall
+from ..ops.segment import append_axes, safe_divide
+from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
+from .torch import Group
+
+#: Operations in which tokens do not depend on each other.
+TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
+#: Kinds of functions of the standard in which tokens do not depend on each other.
+TOKENWISE_KINDS = set(
+    """
+    asarray broadcast_to expand_dims matmul matrices matrix_transpose moveaxis permute_dims reshape
+    same_rows squeeze take tensordot""".split()
+)
+#: Kinds that are tokenwise along an element axis.
+KINDS_WITH_AXIS = {"arg", "concat", "flip", "reduction", "roll", "scan", "sort"}
+#: Reduction of rows -> the reduction of the results of the ranks.
+MERGES = {
+    "all": "all",
+    "any": "any",
+    "count_nonzero": "sum",
+    "max": "max",
+    "mean": "sum",
+    "min": "min",
+    "prod": "prod",
+    "sum": "sum",
+}
+
+
+class Cut(RowCut):
+    """The pieces of the rows of a batch that each rank holds.
+
+    Attributes
+    ----------
+    whole
+        Layout of the whole rows.
+    plain
+        Layout of this rank's tokens: row i is the part of row i that this rank holds.
+    piece_layout
+        Layout of the same tokens in which each piece is a row.
+    group
+        The ranks.
+    pieces
+        The pieces of all ranks.
+    own
+        The pieces of this rank.
+    """
+
+    def __init__(self, whole: Layout, group: Group, pieces: Pieces) -> None:
+        self.group, self.pieces = group, pieces
+        lib, like = whole.backend, whole.offsets
+        self._lengths = np.diff(whole.read_offsets()).astype(np.int64)
+        self.whole = Layout.from_host_lengths(lib, self._lengths, like=like)
+        self.own = pieces.select(pieces.ranks == group.rank)
+        row_lengths = np.zeros(whole.num_rows, np.int64)
+        np.add.at(row_lengths, self.own.rows, self.own.lengths)
+        self.plain = Layout.from_host_lengths(lib, row_lengths, like=like)
+        self.piece_layout = Layout.from_host_lengths(lib, self.own.lengths, like=like)
+        self.is_cut = bool((pieces.lengths != self._lengths[pieces.rows]).any())
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the same rows are cut alike over the same ranks."""
+        if self is other or not isinstance(other, Cut):
+            return self is other
+        return (
+            self.group.group is other.group.group
+            and np.array_equal(self._lengths, other._lengths)
+            and np.array_equal(self.pieces.stops, other.pieces.stops)
+            and np.array_equal(self.pieces.ranks, other.pieces.ranks)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def make_layout(self) -> Layout:
+        """Return the layout of shards: the layout of this rank's tokens, with the cut."""
+        plain = self.plain
+        layout = Layout(
+            plain.backend, plain.offsets, plain.total, plain.max_length, plain.host_offsets
+        )
+        layout.cut = self
+        return layout
+
+    def whole_index(self, rank: int) -> np.ndarray:
+        """Return the index of each token of a rank among the tokens of the whole rows."""
+        pieces = self.pieces.select(self.pieces.ranks == rank)
+        host = self.whole.read_offsets().astype(np.int64)
+        before = np.cumsum(pieces.lengths) - pieces.lengths
+        first = host[pieces.rows] + pieces.starts - before
+        index: np.ndarray = np.repeat(first, pieces.lengths)
+        return index + np.arange(index.size)
+
+    def gathered_index(self) -> tuple[int, Any]:
+        """Return the most tokens of a rank, and where each token of the whole rows is.
+
+        The tokens of all ranks are padded to the same number and joined.
+        """
+        indices = [self.whole_index(rank) for rank in range(self.group.size)]
+        longest = max(index.size for index in indices)
+        slots = np.zeros(self.whole.total, np.int64)
+        for rank, index in enumerate(indices):
+            slots[index] = rank * longest + np.arange(index.size)
+        return longest, self.whole.to_index(slots, longest * self.group.size)
+
+    @property
+    def positions(self) -> Any:
+        """(total,) position of each token of this rank in its whole row."""
+        layout = self.piece_layout
+        return self.plain.cached(
+            "global positions", lambda: layout.positions + layout.per_token(self._starts)
+        )
+
+    @property
+    def _starts(self) -> Any:
+        """(pieces,) position of the first token of each piece."""
+        return self.plain.cached("piece starts", lambda: self.plain.to_index(self.own.starts))
+
+    @property
+    def _rows(self) -> Any:
+        """(pieces,) row of each piece."""
+        return self.plain.cached("piece rows", lambda: self.plain.to_index(self.own.rows))
+
+    # Calls ------------------------------------------------------------------------------------------
+    def run(
+        self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    ) -> Any:
+        """Run an operation whose first array is a shard; see `RowCut`."""
+        name, first = operation.name, next(iter(arrays.values()))
+        run = RUN.get(name)
+        if run is not None:
+            return run(self, operation, arrays, options, kernel)
+        is_softmax = name in ("softmax", "log_softmax", "logsumexp")
+        if name not in TOKENWISE and not (
+            is_softmax and self._is_element_axis(first, options["axis"])
+        ):
+            check_whole(name, first.layout)
+        plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
+        return self._restore(name, first.layout, operation.run(plain, options, kernel))
+
+    def call(
+        self, kind: str, name: str, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a function of the standard on shards; see `RowCut`."""
+        operands = args[0] if isinstance(args[0], list | tuple) else args
+        first = next(x for x in operands if isinstance(x, Array) and x.layout.cut == self)
+        if kind in KINDS_WITH_AXIS and not self._is_element_axis(first, kwargs.get("axis", -1)):
+            if kind == "reduction":
+                return self._reduce_rows(name, first, **kwargs)
+            check_whole(name, first.layout)
+        elif kind == "getitem":
+            _check_element_key(first, args[1])
+        elif kind not in TOKENWISE_KINDS | KINDS_WITH_AXIS:
+            check_whole(name, first.layout)
+        plain = [self.on(self.plain, x) for x in args]
+        named = {key: self.on(self.plain, x) for key, x in kwargs.items()}
+        return self._restore(name, first.layout, function(*plain, **named))
+
+    def on(self, layout: Layout, x: Any) -> Any:
+        """Return a shard on a layout of this rank's tokens; other objects unchanged."""
+        if isinstance(x, list | tuple) and any(isinstance(y, Array) for y in x):
+            return type(x)([self.on(layout, y) for y in x])
+        if not isinstance(x, Array):
+            return x
+        if x.layout.cut != self:
+            what = "an array of whole rows" if x.layout.cut is None else "another shard"
+            raise ValueError(
+                f"expected shards of one cut, got a shard and {what}; "
+                "shard all arrays of a batch with the same layout, mesh and cost"
+            )
+        return Array.from_layout(x.values, layout, x.ragged_dim)
+
+    def _restore(self, name: str, layout: Layout, result: Any) -> Any:
+        """Return results on the layout of this rank's tokens as shards; refuse all others."""
+        if isinstance(result, list | tuple):
+            return type(result)([self._restore(name, layout, x) for x in result])
+        if not isinstance(result, Array) or result.layout is not self.plain:
+            check_whole(name, layout)
+        return Array.from_layout(result.values, layout, result.ragged_dim)
+
+    def _is_element_axis(self, x: Array, axis: Any) -> bool:
+        """Return whether all axes are element axes."""
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        return all(isinstance(a, int) and a % x.ndim not in (0, x.ragged_dim + 1) for a in axes)
+
+    # Operations on whole rows -------------------------------------------------------------------------
+    def _rope(
+        self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    ) -> Any:
+        layout, start = arrays["x"].layout, self._starts
+        if arrays.get("start") is not None:
+            start = start + layout.xp.take(arrays["start"], self._rows, axis=0)
+        pieces = {key: self.on(self.piece_layout, x) for key, x in arrays.items()}
+        result = operation.run({**pieces, "start": start}, options, kernel)
+        is_pair = isinstance(result, tuple)
+        shards = [
+            Array.from_layout(x.values, layout, x.ragged_dim)
+            for x in (result if is_pair else [result])
+        ]
+        return tuple(shards) if is_pair else shards[0]
+
+    def _loss(
+        self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    ) -> Any:
+        """Return this rank's part of the loss: the sum over ranks is the loss of the whole rows."""
+        layout, reduction = next(iter(arrays.values())).layout, options["reduction"]
+        plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
+        if reduction == "mean":
+            if arrays["class_weights"] is not None:
+                raise ValueError(
+                    "class_weights: expected None for reduction='mean' of a shard; use "
+                    "reduction='sum', and divide by the sum of the weights over all ranks"
+                )
+            options = {**options, "reduction": "sum"}
+        elif reduction == "row_mean":
+            check_whole("reduction='row_mean'", layout)
+        result = operation.run(plain, options, kernel)
+        if reduction == "sum":
+            return result
+        if reduction == "none":
+            return self._restore(operation.name, layout, result)
+        xp, targets = layout.xp, plain["targets"].values
+        is_pair = isinstance(result, tuple)
+        losses = result if is_pair else (result,)
+        counted = xp.sum(xp.astype(targets != options["ignore_index"], losses[0].dtype))
+        count = self.group.all_sum(counted)
+        means = [safe_divide(xp, x, count) for x in losses]
+        return tuple(means) if is_pair else means[0]
+
+    def _attention(
+        self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    ) -> Any:
+        layout, xp = arrays["q"].layout, arrays["q"].layout.xp
+        if options["dropout"]:
+            check_whole("dropout", layout)
+        plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
+        call = AttentionCall(**plain, **options)
+        if not self.is_cut:
+            return self._restore("attention", layout, operation.run(plain, options, kernel))
+        slopes = call.alibi_slopes
+        if slopes is not None and not call.causal:
+            raise ValueError(
+                "alibi_slopes: expected causal=True for shards, got causal=False; unshard q, k and v"
+            )
+        if slopes is not None and len(slopes.shape) == 2:
+            slopes = xp.take(slopes, self._rows, axis=0)
+        plan, groups = self._key_plan(*call.window)
+        k, v = self.group.exchange(call.k.values, call.v.values, plan)
+        results, start = [], 0
+        for group in groups:
+            end = start + group.keys.total
+            q = (
+                call.q.values
+                if group.order is None
+                else xp.take(call.q.values, group.order, axis=0)
+            )
+            parts = {
+                "q": Array.from_layout(q, group.queries),
+                "k": Array.from_layout(k[start:end], group.keys),
+                "v": Array.from_layout(v[start:end], group.keys),
+                "alibi_slopes": slopes,
+            }
+            shifted = {**options, "window": group.window} if group.shift else options
+            result = operation.run(parts, shifted, kernel)
+            results.append(result if isinstance(result, tuple) else (result,))
+            start = end
+        outputs = [x.values for x in results[0]]
+        if len(groups) > 1:
+            outputs = [xp.concat([x.values for x in parts]) for parts in zip(*results, strict=True)]
+            inverse = xp.argsort(xp.concat([group.order for group in groups]))
+            outputs = [xp.take(x, inverse, axis=0) for x in outputs]
+        shards = [Array.from_layout(x, layout) for x in outputs]
+        return tuple(shards) if call.return_lse else shards[0]
+
+    def _key_plan(self, left: int | None, right: int | None) -> tuple[KeyPlan, list[QueryGroup]]:
+        def make() -> tuple[KeyPlan, list[QueryGroup]]:
+            plan = plan_keys(
+                self.pieces, self._lengths, self.group.rank, self.group.size, (left, right)
+            )
+            groups = [self._query_group(group, left, right) for group in plan.groups]
+            return plan, groups
+
+        return self.plain.cached(("keys", left, right), make)
+
+    def _query_group(self, group: KeyGroup, left: int | None, right: int | None) -> QueryGroup:
+        lib, like, lengths = self.plain.backend, self.plain.offsets, self.own.lengths
+        keys = Layout.from_host_lengths(lib, group.key_lengths, like=like)
+        if group.pieces.size == lengths.size:
+            queries, order = self.piece_layout, None
+        else:
+            starts = np.cumsum(lengths) - lengths
+            tokens = [starts[p] + np.arange(lengths[p]) for p in group.pieces.tolist()]
+            queries = Layout.from_host_lengths(lib, lengths[group.pieces], like=like)
+            order = self.plain.to_index(np.concatenate(tokens))
+        window = (
+            None if left is None else left + group.shift,
+            None if right is None else right - group.shift,
+        )
+        return QueryGroup(queries, keys, order, group.shift, window)
+
+    def _reduce_rows(
+        self, name: str, x: Array, *, axis: Any = None, keepdims: bool = False, **options: Any
+    ) -> Any:
+        """Reduce whole rows: the results of all ranks are combined, on each rank."""
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        axes = tuple([a % x.ndim for a in axes if isinstance(a, int)])
+        if name not in MERGES or 0 in axes or x.ragged_dim + 1 not in axes:
+            check_whole(f"{name} along axis {axis}", x.layout)
+        xp, functions, local = x.layout.xp, x.__array_namespace__(), self.on(self.plain, x)
+        dtype = options.get("dtype")
+        if name in ("sum", "prod", "mean") and xp.isdtype(x.dtype, "real floating"):
+            # Half precision is rounded once, after the last addition.
+            local = local.with_values(
+                xp.astype(local.values, accumulation_dtype(xp, x.dtype), copy=False)
+            )
+            dtype = x.dtype if dtype is None else dtype
+        elif name == "mean":
+            raise TypeError(
+                f"mean: expected a real floating-point dtype for a shard, got {x.dtype}; convert it with astype"
+            )
+        own_name = "sum" if name == "mean" else name
+        part = getattr(functions, own_name)(local, axis=axis, keepdims=keepdims, **options)
+        is_bool = xp.isdtype(part.dtype, "bool")
+        parts = self.group.all_gather(xp.astype(part, xp.uint8) if is_bool else part)
+        merged = getattr(xp, MERGES[name])(xp.astype(parts, xp.bool) if is_bool else parts, axis=0)
+        if name == "mean":
+            per_token = math.prod([x.values.shape[a - 1] for a in axes if a != x.ragged_dim + 1])
+            count = xp.astype(self.whole.lengths, merged.dtype) * per_token
+            merged = merged / append_axes(xp, count, merged.ndim)
+        return merged if dtype is None else xp.astype(merged, dtype, copy=False)
+
+
+class QueryGroup(NamedTuple):
+    """A `KeyGroup` on the device.
+
+    Attributes
+    ----------
+    queries, keys
+        Layouts of the pieces and of their keys.
+    order
+        Index of each query among the tokens of the rank; None for all tokens in order.
+    shift
+        See `KeyGroup`.
+    window
+        The window, moved by the shift.
+    """
+
+    queries: Layout
+    keys: Layout
+    order: Any
+    shift: int
+    window: tuple[int | None, int | None]
+
+
+def _check_element_key(x: Array, key: Any) -> None:
+    """Raise unless an index selects entries of element axes only."""
+    full = slice(None)
+    if isinstance(key, tuple) and key and x.ragged_dim == 0:
+        if key[0] is Ellipsis and len(key) - 1 <= x.ndim - 2:
+            return
+        if len(key) >= 2 and all(isinstance(k, slice) and k == full for k in key[:2]):
+            return
+    check_whole("index of rows or tokens", x.layout)
+
+
+#: Operations on shards that are no tokenwise operations.
+RUN: dict[str, Callable[..., Any]] = {
+    "attention": Cut._attention,
+    "cross_entropy": Cut._loss,
+    "linear_cross_entropy": Cut._loss,
+    "rope": Cut._rope,
+}

@@ -1,0 +1,244 @@
+"""Cut rows into pieces of equal cost per rank, and list the keys that a piece needs. NumPy only."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+#: The source of keys of rows that are not cut; see `KeyPlan.keys`.
+WHOLE = -1
+
+#: Ranks may cost this much more than their mean before one more row is cut.
+TOLERANCE = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces of rows, in order of their rows and positions; no piece is empty.
+
+    Attributes
+    ----------
+    rows, starts, stops, ranks
+        (pieces,) row of each piece, its first position, the position after its last, and its rank.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    ranks: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(pieces,) tokens of each piece."""
+        return np.asarray(self.stops - self.starts)
+
+    def select(self, mask: np.ndarray) -> Pieces:
+        """Return the pieces of a mask."""
+        return Pieces(self.rows[mask], self.starts[mask], self.stops[mask], self.ranks[mask])
+
+
+def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
+    """Divide rows over ranks, with equal sums of ``a * L + b * L**2``.
+
+    The k longest rows are cut, the others stay whole. k is the smallest number for which no rank
+    has more than its part in whole rows. Each cut row has two chunks per rank, in the order 0, 1,
+    ... r, r, ... 1, 0 of the ranks. The chunks of a rank are as long as each other, so that their
+    queries see half of the row on average with a causal mask too. A rank with less in whole rows
+    has longer chunks.
+    """
+    costs = cost[0] * lengths + cost[1] * lengths.astype(np.float64) ** 2
+    order = np.argsort(-costs, kind="stable")[: np.count_nonzero(lengths)]
+    mean = costs.sum() / num_ranks
+    num_cut = int(np.count_nonzero(costs > TOLERANCE * mean)) if num_ranks > 1 else 0
+    step = 1
+    while True:
+        rank_of_row, loads = _assign_whole_rows(order[num_cut:], costs, num_ranks)
+        if num_ranks == 1 or num_cut >= order.size or loads.max() <= TOLERANCE * mean:
+            break
+        num_cut, step = min(num_cut + step, order.size), 2 * step
+    cut, whole = np.sort(order[:num_cut]), np.sort(order[num_cut:])
+    shares = np.maximum(mean - loads, 0) if cut.size else np.ones(num_ranks)
+    halves = shares / shares.sum() / 2
+    ends = np.cumsum(np.append(halves, halves[::-1]))
+    ends[-1] = 1
+    # (cut rows, chunks + 1) bounds of the chunks.
+    bounds = np.floor(lengths[cut, None] * np.append(0.0, ends)).astype(np.int64)
+    chunk_ranks = np.append(np.arange(num_ranks), np.arange(num_ranks)[::-1])
+    rows = np.concatenate([whole, np.repeat(cut, 2 * num_ranks)])
+    starts = np.concatenate([np.zeros_like(whole), bounds[:, :-1].ravel()])
+    stops = np.concatenate([lengths[whole], bounds[:, 1:].ravel()])
+    ranks = np.concatenate([rank_of_row[whole], np.tile(chunk_ranks, cut.size)])
+    sequence = np.lexsort((starts, rows))
+    pieces = Pieces(*(x[sequence].astype(np.int64) for x in (rows, starts, stops, ranks)))
+    return _join_neighbours(pieces.select(pieces.lengths > 0))
+
+
+def _join_neighbours(pieces: Pieces) -> Pieces:
+    """Join pieces of one rank that follow each other, as the two middle chunks of a row do."""
+    follows = np.zeros(pieces.rows.size + 1, bool)
+    follows[1:-1] = (pieces.rows[1:] == pieces.rows[:-1]) & (pieces.ranks[1:] == pieces.ranks[:-1])
+    is_first, is_last = ~follows[:-1], ~follows[1:]
+    return Pieces(
+        pieces.rows[is_first],
+        pieces.starts[is_first],
+        pieces.stops[is_last],
+        pieces.ranks[is_first],
+    )
+
+
+def _assign_whole_rows(
+    rows: np.ndarray, costs: np.ndarray, num_ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Give each row, by falling cost, to the rank with the lowest cost; return the costs too."""
+    rank_of_row = np.zeros(costs.size, np.int64)
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    for row in rows.tolist():
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + float(costs[row]), rank))
+        rank_of_row[row] = rank
+    loads = np.zeros(num_ranks)
+    for load, rank in heap:
+        loads[rank] = load
+    return rank_of_row, loads
+
+
+@dataclass(frozen=True, slots=True)
+class KeyGroup:
+    """Pieces of one rank whose windows are shifted equally.
+
+    Attributes
+    ----------
+    shift
+        Number of keys after the last query of the piece. Attention aligns the last query with the
+        last key, so windows move by this number.
+    pieces
+        (pieces,) indices of the pieces among all pieces of the rank.
+    key_lengths
+        (pieces,) number of keys of each piece.
+    """
+
+    shift: int
+    pieces: np.ndarray
+    key_lengths: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlan:
+    """The keys that the pieces of one rank need, and the tokens that ranks exchange for them.
+
+    Attributes
+    ----------
+    cut
+        Runs (start, length) of the tokens of this rank that belong to cut rows. Gradients of these
+        tokens are sums.
+    sent
+        Per rank the runs (start, length) of the tokens that it needs, counted among the tokens of
+        cut rows of this rank.
+    received
+        Per rank the number of tokens that this rank receives from it.
+    keys
+        Runs (source, start, length) of tokens which, joined, are the keys of all pieces, group by
+        group. The source is a rank, for tokens of cut rows, or `WHOLE`, for tokens of whole rows.
+    groups
+        The pieces; one group unless keys after a piece are visible.
+    """
+
+    cut: list[tuple[int, int]]
+    sent: list[list[tuple[int, int]]]
+    received: list[int]
+    keys: list[tuple[int, int, int]]
+    groups: list[KeyGroup]
+
+
+def plan_keys(
+    pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
+) -> KeyPlan:
+    """Return the keys that the pieces of a rank need under a window (left, right)."""
+    left, right = window
+    row_lengths = lengths[pieces.rows]
+    is_whole = pieces.lengths == row_lengths
+    first = np.zeros_like(pieces.starts)
+    last = row_lengths if right is None else np.minimum(row_lengths, pieces.stops + right)
+    if left is not None:
+        first = np.where(is_whole, 0, np.maximum(0, pieces.starts - left))
+    last = np.where(is_whole, row_lengths, last)
+    # Without a window on either side the alignment has no effect.
+    is_unbounded = left is None and right is None
+    shifts = np.zeros_like(last) if is_unbounded else last - pieces.stops
+    # Index of the first token of each piece among the tokens of its rank, and of its cut rows.
+    local_starts, cut_starts = np.zeros_like(pieces.starts), np.zeros_like(pieces.starts)
+    for r in range(num_ranks):
+        sizes = pieces.lengths[pieces.ranks == r]
+        local_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
+        sizes = sizes * ~is_whole[pieces.ranks == r]
+        cut_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
+    pieces_of_row: dict[int, list[int]] = {}
+    for p in np.flatnonzero(~is_whole).tolist():
+        pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
+
+    def needed(destination: int, source: int) -> list[tuple[int, int, int]]:
+        """Return (piece of the source, from, to) for the tokens that the destination needs.
+
+        If it needs two ranges of a piece, the tokens between them are sent too.
+        """
+        ranges = []
+        for piece in np.flatnonzero((pieces.ranks == source) & ~is_whole).tolist():
+            start, stop = int(pieces.starts[piece]), int(pieces.stops[piece])
+            others = [
+                p for p in pieces_of_row[int(pieces.rows[piece])] if pieces.ranks[p] == destination
+            ]
+            overlaps = [(max(int(first[p]), start), min(int(last[p]), stop)) for p in others]
+            overlaps = [(low, high) for low, high in overlaps if low < high]
+            if overlaps:
+                lows, highs = zip(*overlaps, strict=True)
+                ranges.append((piece, min(lows), max(highs)))
+        return ranges
+
+    sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    received = [0] * num_ranks
+    # Piece -> the position in its row of its first token here, and the index of that token.
+    available = {
+        p: (int(pieces.starts[p]), int((local_starts if is_whole[p] else cut_starts)[p]))
+        for p in np.flatnonzero(pieces.ranks == rank).tolist()
+    }
+    for other in range(num_ranks):
+        if other == rank:
+            continue
+        for piece, low, high in needed(other, rank):
+            start = int(cut_starts[piece] - pieces.starts[piece])
+            sent[other].append((start + low, high - low))
+        for piece, low, high in needed(rank, other):
+            available[piece] = low, received[other]
+            received[other] += high - low
+    mine = np.flatnonzero(pieces.ranks == rank)
+    groups = []
+    keys: list[tuple[int, int, int]] = []
+    for shift in np.unique(shifts[mine]).tolist():
+        members = np.flatnonzero(shifts[mine] == shift)
+        for query_piece in mine[members].tolist():
+            whole_row = [query_piece]
+            for piece in pieces_of_row.get(int(pieces.rows[query_piece]), whole_row):
+                low = max(int(first[query_piece]), int(pieces.starts[piece]))
+                high = min(int(last[query_piece]), int(pieces.stops[piece]))
+                if low < high:
+                    position, index = available[piece]
+                    source = WHOLE if is_whole[piece] else int(pieces.ranks[piece])
+                    _append_run(keys, (source, index + low - position, high - low))
+        groups.append(KeyGroup(shift, members, (last - first)[mine[members]]))
+    cut: list[tuple[int, int, int]] = []
+    for piece in mine[~is_whole[mine]].tolist():
+        _append_run(cut, (rank, int(local_starts[piece]), int(pieces.lengths[piece])))
+    cut_runs = [(start, length) for _, start, length in cut]
+    return KeyPlan(cut_runs, sent, received, keys, groups or [KeyGroup(0, mine, mine)])
+
+
+def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:
+    """Append a run, or make the last run longer."""
+    if runs:
+        rank, start, length = runs[-1]
+        if rank == run[0] and start + length == run[1]:
+            runs[-1] = rank, start, length + run[2]
+            return
+    runs.append(run)

@@ -1,0 +1,362 @@
+"""Shards over gloo, 2 to 4 processes, have the results and the gradients of whole rows."""
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import scree
+from scree.distributed import shard, unshard
+from scree.distributed.pieces import cut_rows
+
+WINDOWS = [(True, None), (True, 5), (False, None), (False, (3, 2)), (False, (None, 4))]
+
+
+def make_lengths(seed: int) -> np.ndarray:
+    """Return random lengths, with empty rows; some batches have one row, or hardly any token."""
+    rng = np.random.default_rng(seed)
+    if seed % 4 == 1:
+        return np.asarray([[150], [1, 0, 1], [0, 0]][seed // 4 % 3])
+    lengths = rng.lognormal(2.5, 1.2, rng.integers(1, 9)).astype(int)
+    return np.minimum(lengths * (rng.random(lengths.size) > 0.1), 200)
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def compare(
+    compute: Callable[..., list[Any]],
+    leaves: list[torch.Tensor],
+    lengths: np.ndarray,
+    ragged: int,
+    mesh: Any,
+) -> None:
+    """Compare results and gradients on shards and on whole rows.
+
+    `compute` takes the leaves, the first `ragged` of them as ragged arrays, and returns ragged
+    arrays, or dense arrays that are equal on all ranks.
+    """
+    results = []
+    for is_shard in (False, True):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        base = scree.from_lengths(inputs[0], lengths)
+        arrays = [base, *(base.with_values(x) for x in inputs[1:ragged])]
+        arrays = [shard(x, mesh) if is_shard else x for x in arrays]
+        outputs = compute(*arrays, *inputs[ragged:])
+        loss = torch.zeros((), dtype=torch.float64)
+        for i, x in enumerate(outputs):
+            if isinstance(x, scree.Array):
+                weights = base.with_values(random(100 + i, *unshard_if(x).shape))
+                weights = shard(weights, mesh) if is_shard else weights
+                finite = torch.where(torch.isfinite(x.values), x.values, 0.0)
+                loss = loss + (finite * weights.values).sum()
+            else:  # each rank has the result of all; one rank has the loss of it
+                finite = torch.where(torch.isfinite(x), x, 0.0)
+                factor = float(dist.get_rank() == 0 or not is_shard)
+                loss = loss + factor * (finite * random(100 + i, *x.shape)).sum()
+        loss.backward()
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        if is_shard:
+            for x in grads:
+                dist.all_reduce(x, group=group_of(mesh))
+        results.append([*(unshard_if(x) for x in outputs), *grads])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def group_of(mesh: Any) -> Any:
+    """Return the process group of a mesh."""
+    return mesh.get_group() if isinstance(mesh, dist.device_mesh.DeviceMesh) else mesh
+
+
+def unshard_if(x: Any) -> torch.Tensor:
+    """Return the values of whole rows, or a dense array."""
+    if not isinstance(x, scree.Array):
+        return x.detach()
+    return (x if x.layout.cut is None else unshard(x)).values.detach()
+
+
+def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
+    for seed in (y for x in seeds for y in (x, x + 1)):
+        lengths, heads = make_lengths(seed), [(4, 2), (3, 1), (2, 2)][seed % 3]
+        total = int(lengths.sum())
+        leaves = [random(i, total, h, 4) for i, h in enumerate((*heads, heads[1]))]
+        for causal, window in [*WINDOWS, (False, (6, None))]:
+
+            def attend(
+                q: Any,
+                k: Any,
+                v: Any,
+                sinks: Any = None,
+                options: Any = {"causal": causal, "window": window, "return_lse": True},  # noqa: B006
+            ) -> list[Any]:
+                return list(scree.attention(q, k, v, sinks=sinks, **options))
+
+            sinks = [random(9, heads[0])] if seed % 2 else []
+            compare(attend, [*leaves, *sinks], lengths, 3, mesh)
+    lengths = make_lengths(2)
+    leaves = [random(i, int(lengths.sum()), 2, 4) for i in range(3)]
+    slopes = torch.rand(lengths.size, 2, dtype=torch.float64)
+    dist.broadcast(slopes, 0, group=group_of(mesh))
+    compare(
+        lambda q, k, v: [scree.attention(q, k, v, causal=True, alibi_slopes=slopes, softcap=3.0)],
+        leaves,
+        lengths,
+        3,
+        mesh,
+    )
+
+
+def check_functions(mesh: Any, seed: int) -> None:
+    lengths = make_lengths(seed)
+    total = int(lengths.sum())
+    x, y = random(0, total, 2, 4), random(1, total, 2, 4)
+
+    def tokens(a: Any, b: Any, weight: Any) -> list[Any]:
+        xp = scree.namespace(a)
+        half = scree.split(scree.rms_norm(a), (2, 2))[0]
+        return [
+            a * 2 + xp.exp(b),
+            scree.rms_norm(a, weight),
+            *scree.rope(a, b),
+            scree.swiglu(xp.concat([half, b], axis=-1)),
+            scree.softmax(a, axis=-1),
+            a @ torch.ones(4, 3, dtype=torch.float64),
+            xp.sum(a, axis=(2, 3)),
+            xp.reshape(b, (*b.shape[:2], 8)),
+            b[..., 1],
+            b[:, :, 0, 1:3],
+            scree.gelu(b),
+            a + scree.broadcast_rows(random(4, b.batch_size, 1, 4), b),
+        ]
+
+    compare(tokens, [x, y, random(2, 4)], lengths, 2, mesh)
+
+    def rows(a: Any) -> list[Any]:
+        xp = scree.namespace(a)
+        names = ("sum", "mean", "max", "min", "prod")
+        return [
+            *(getattr(xp, name)(a, axis=1) for name in names),
+            xp.mean(a, axis=(1, 3)),
+            xp.sum(a, axis=1, keepdims=True),
+        ]
+
+    compare(rows, [x], lengths, 1, mesh)
+    base = scree.from_lengths(x, lengths)
+    part = shard(base, mesh)
+    start = torch.arange(lengths.size)
+    expected = scree.rope(base, start=start, theta=100.0).values
+    torch.testing.assert_close(unshard(scree.rope(part, start=start, theta=100.0)).values, expected)
+    index = unshard(part.with_values(scree.positions(part))).values
+    assert torch.equal(index, scree.positions(base))
+    assert torch.equal(
+        unshard(part.with_values(scree.segment_ids(part))).values, scree.segment_ids(base)
+    )
+    xp = scree.namespace(base)
+    for name in ("any", "all", "count_nonzero"):
+        function = getattr(xp, name)
+        torch.testing.assert_close(function(part > 1, axis=1), function(base > 1, axis=1))
+    logits = scree.from_lengths(random(5, total, 7), lengths)
+    labels = torch.randint(0, 7, (total,), generator=torch.Generator().manual_seed(1))
+    targets = logits.with_values(torch.where(labels == 3, -100, labels))
+    for reduction in ("sum", "mean"):
+        loss = scree.cross_entropy(
+            shard(logits, mesh), shard(targets, mesh), reduction=reduction, z_loss=1e-3
+        )
+        dist.all_reduce(loss, group=group_of(mesh))
+        expected = scree.cross_entropy(logits, targets, reduction=reduction, z_loss=1e-3)
+        torch.testing.assert_close(loss, expected, equal_nan=True)
+        weight = random(6, 5, 7)
+        loss = scree.linear_cross_entropy(
+            shard(logits, mesh), weight, shard(targets, mesh) % 5, reduction=reduction
+        )
+        dist.all_reduce(loss, group=group_of(mesh))
+        expected = scree.linear_cross_entropy(logits, weight, targets % 5, reduction=reduction)
+        torch.testing.assert_close(loss, expected, equal_nan=True)
+
+
+def check_refusals(mesh: Any) -> None:
+    arr = scree.from_lengths(random(0, 12, 2), [7, 0, 5])
+    x, xp = shard(arr, mesh), scree.namespace(arr)
+    y = x.with_values(x.values[:, None])
+    refused: list[Callable[[], Any]] = [
+        lambda: x[0],
+        lambda: x[:, 0],
+        lambda: list(x),
+        lambda: scree.to_padded(x),
+        lambda: scree.shift(x, 1),
+        lambda: scree.softmax(x),
+        lambda: xp.cumulative_sum(x, axis=1),
+        lambda: xp.sort(x, axis=1),
+        lambda: xp.flip(x, axis=1),
+        lambda: xp.sum(x),
+        lambda: xp.var(x, axis=1),
+        lambda: xp.argmax(x, axis=1),
+        lambda: xp.concat([x, x]),
+        lambda: xp.take(x, torch.tensor([0]), axis=0),
+        lambda: scree.at(x),
+        lambda: x.at,
+        lambda: scree.bucket(x),
+        lambda: x.to_numpy(),
+        lambda: x.tolist(),
+        lambda: x.to_device("cpu"),
+        lambda: scree.attention(y, y, y, dropout=0.5, seed=0),
+        lambda: shard(x, mesh),
+        lambda: scree.unpack(x),
+        lambda: __import__("pickle").dumps(x),
+    ]
+    for call in refused:
+        with pytest.raises(TypeError, match=r"expected whole rows, got a shard"):
+            call()
+    with pytest.raises(TypeError, match="arr: expected a shard"):
+        unshard(arr)
+    for other in (arr, shard(scree.from_lengths(arr.values, [4, 0, 8]), mesh)):
+        with pytest.raises(ValueError, match=r"expected (shards of one cut|rows of equal lengths)"):
+            x + other
+    with pytest.raises(TypeError, match="mesh: expected a torch"):
+        shard(arr, 3)
+    with pytest.raises(TypeError, match="arr: expected a ragged array of torch"):
+        shard(scree.from_lengths(np.ones(3), [3]), mesh)
+    # Pytrees keep the cut: FSDP2 casts the inputs of modules by them.
+    doubled = torch.utils._pytree.tree_map(lambda leaf: leaf * 1, x)
+    assert doubled.layout.cut is x.layout.cut
+
+
+def check_checkpoint(mesh: Any) -> None:
+    """Activation checkpointing repeats the exchange in the backward pass; compilation breaks there."""
+    lengths = make_lengths(2)
+    leaves = [random(i, int(lengths.sum()), 2, 4) for i in range(3)]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return scree.attention(scree.rms_norm(q), k, v, causal=True)
+
+    def checkpointed(*arrays: Any) -> list[Any]:
+        return [torch.utils.checkpoint.checkpoint(attend, *arrays, use_reentrant=False)]
+
+    compare(checkpointed, leaves, lengths, 3, mesh)
+
+
+def check_half_precision(mesh: Any) -> None:
+    lengths = make_lengths(2)
+    leaves = [random(i, int(lengths.sum()), 2, 8).to(torch.bfloat16) for i in range(3)]
+    q, k, v = (scree.from_lengths(x.double().requires_grad_(), lengths) for x in leaves)
+    out = scree.attention(q, k, v, causal=True)
+    out.values.sum().backward()
+    inputs = [x.requires_grad_() for x in leaves]
+    parts = [shard(scree.from_lengths(x, lengths), mesh) for x in inputs]
+    assert (parts[0] + parts[1]).layout.cut == parts[2].layout.cut
+    actual = scree.attention(*parts, causal=True)
+    actual.values.float().sum().backward()
+    torch.testing.assert_close(unshard_if(actual).double(), out.values, rtol=0, atol=0.02)
+    for x, expected in zip(inputs, (q, k, v), strict=True):
+        grad = x.grad.double()
+        dist.all_reduce(grad)
+        scale = float(expected.values.grad.abs().max())
+        torch.testing.assert_close(grad, expected.values.grad, rtol=0, atol=0.01 * scale)
+
+
+class Model(torch.nn.Module):
+    """One layer of attention and a loss; shards and whole rows take the same way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.qkv = torch.nn.Embedding(30, 8), torch.nn.Linear(8, 24)
+        self.head = torch.nn.Linear(8, 30)
+
+    def forward(self, ids: scree.Array, targets: scree.Array) -> torch.Tensor:
+        x = ids.with_values(self.embedding(ids.values))
+        parts = self.qkv(scree.rms_norm(x).values).unflatten(1, (3, 2, 4)).unbind(1)
+        q, k = scree.rope(*map(x.with_values, parts[:2]))
+        out = scree.attention(q, k, x.with_values(parts[2]), causal=True)
+        logits = x.with_values(self.head(out.values.flatten(1)))
+        return scree.cross_entropy(logits, targets, reduction="sum")
+
+
+def check_fsdp() -> None:
+    """Four ranks: two groups have a batch each, whose rows are cut over two ranks."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    batches = []
+    for lengths in ([37, 3, 20], [5, 50]):
+        ids = scree.from_lengths(torch.arange(sum(lengths)) % 30, lengths)
+        batches.append((ids, scree.shift(ids, -1, fill_value=-100)))
+    count = sum(ids.total_length - ids.batch_size for ids, _ in batches)
+    single, parallel = Model(), Model()
+    (sum(single(*batch) for batch in batches) / count).backward()
+    everyone = dist.device_mesh.init_device_mesh("cpu", (4,))
+    fully_shard(parallel, mesh=everyone)
+    ids, targets = (shard(x, mesh["cp"]) for x in batches[mesh["dp"].get_local_rank()])
+    # FSDP2 takes the mean over four ranks.
+    (parallel(ids, targets) * 4 / count).backward()
+    for (name, x), expected in zip(parallel.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), expected.grad, msg=name)
+
+
+def check_death(mesh: Any, rank: int) -> None:
+    """End one process before the exchange of keys; the others must raise, not wait."""
+    x = shard(scree.from_lengths(torch.ones(64, 1, 4), [64]), mesh)
+    dist.barrier()
+    if rank == 3:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        scree.attention(x, x, x, causal=True)
+
+
+def work(rank: int, folder: Path) -> None:
+    """Run the checks in one of the processes, on groups of 4, 3 and 2 of them."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 4)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+    groups = [mesh.get_group(), *(dist.new_group(list(range(size))) for size in (3, 2))]
+    for i, group in enumerate(groups):
+        if rank < (4, 3, 2)[i]:
+            check_attention(group, range(2 * i, 12, 6))
+            check_functions(group, (0, 5, 2)[i])
+    check_refusals(mesh)
+    check_checkpoint(mesh)
+    check_half_precision(mesh)
+    check_fsdp()
+    check_death(mesh, rank)
+    (folder / f"done-{rank}").touch()
+
+
+def test_shards_have_the_results_and_gradients_of_whole_rows(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(work, (tmp_path,), 4)
+    assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1", "done-2"}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("cost", [(1, 0), (4096, 1), (0, 1)])
+def test_cut_rows_balances_costs(num_ranks: int, cost: tuple[float, float]) -> None:
+    rng = np.random.default_rng(num_ranks)
+    for lengths in (
+        np.asarray([32768]),
+        rng.lognormal(7, 1.5, 40).astype(int),
+        np.full(7, 3000),
+        rng.lognormal(7, 0.5, 300).astype(int),
+    ):
+        pieces = cut_rows(lengths, num_ranks, cost)
+        totals = np.zeros(num_ranks)
+        covered = np.zeros(lengths.size, int)
+        for row, start, stop, rank in zip(
+            pieces.rows, pieces.starts, pieces.stops, pieces.ranks, strict=True
+        ):
+            assert start == covered[row] < stop
+            covered[row] = stop
+            # A causal mask: query i sees i + 1 keys; the cost of a row is a L + 2 b (1 + ... + L).
+            totals[rank] += cost[0] * (stop - start)
+            totals[rank] += cost[1] * (stop * (stop + 1.0) - start * (start + 1.0))
+        assert np.array_equal(covered, lengths)
+        assert totals.max() <= 1.015 * totals.mean()
+    assert cut_rows(np.asarray([0, 0]), num_ranks, cost).rows.size == 0
