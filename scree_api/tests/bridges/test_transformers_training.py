@@ -13,11 +13,13 @@ from scree.bridges import to_hf_flattened, to_hf_padded
 TEXTS = [[3 + (5 * i + 7 * j) % 50 for j in range(n)] for i, n in enumerate((9, 2, 5, 12, 7, 3))]
 
 
-def train(attention: str, folder: Path, is_flattened: bool, **options: Any) -> list[Any]:
+def train(
+    attention: str, folder: Path, is_flattened: bool, use_cpu: bool = True, **options: Any
+) -> list[Any]:
     """Return the losses and weights of three steps of `Trainer` on batches of two texts."""
     config = transformers.LlamaConfig(
         vocab_size=60,
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -52,7 +54,7 @@ def train(attention: str, folder: Path, is_flattened: bool, **options: Any) -> l
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            use_cpu=True,
+            use_cpu=use_cpu,
             **options,
         ),
         train_dataset=[{"input_ids": text} for text in TEXTS],  # type: ignore[arg-type]
@@ -69,6 +71,17 @@ def test_trainer_agrees_with_sdpa_on_padded_batches(is_flattened: bool, tmp_path
     expected = train("sdpa", tmp_path, is_flattened=False)
     actual = train("scree", tmp_path, is_flattened)
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_flattened", [False, True])
+def test_trainer_on_cuda_agrees_with_sdpa_on_padded_batches(
+    is_flattened: bool, tmp_path: Path
+) -> None:
+    expected = train("sdpa", tmp_path, is_flattened=False, use_cpu=False)
+    for options in ({}, {"gradient_checkpointing": True}):
+        actual = train("scree", tmp_path, is_flattened, use_cpu=False, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_trainer_with_gradient_checkpointing_agrees_with_trainer_without(tmp_path: Path) -> None:
