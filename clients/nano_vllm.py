@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ def flash_functions(name: str) -> ModuleType:
         import flash_attn.cute
     attend = attend_by_fa4 if name == "fa4" else attend_by_torch
     module: Any = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)  # transformers asks for it
 
     def varlen(q: Any, k: Any, v: Any, *, cu_seqlens_k: Any, block_table: Any, **rest: Any) -> Any:
         used = None if block_table is None else cu_seqlens_k.diff()
