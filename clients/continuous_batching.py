@@ -134,7 +134,10 @@ def main() -> None:
 
     is_cuda = torch.cuda.is_available()
     name = options.attention
-    if name == "fa4_flash2":
+    is_prefixed = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 19)
+    if name == "sdpa" and is_prefixed:  # the plain name would be replaced by FlashAttention
+        name = "paged|sdpa"
+    elif name == "fa4_flash2":
         register_fa4(name)
     elif name == "scree":
         scree.bridges.transformers.register()
@@ -164,9 +167,9 @@ def main() -> None:
 
     cb_options: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 64}
     if is_cuda:  # enough for all prompts; transformers allocates one block per group of layers
-        cb_options = {"num_blocks": 1536, "max_batch_tokens": 4096}
+        cb_options = {"num_blocks": 640, "max_batch_tokens": 4096}
         if len(set(getattr(config, "layer_types", None) or [])) > 1:
-            cb_options = {"num_blocks": 6144, "max_batch_tokens": 2048}
+            cb_options = {"num_blocks": 4096, "max_batch_tokens": 2048}
     accepted = inspect.signature(transformers.ContinuousBatchingConfig).parameters
     if "auto_switch_to_flash" in accepted:
         cb_options["auto_switch_to_flash"] = False

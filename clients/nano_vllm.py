@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,143 +29,85 @@ SIZES = {
 
 def flash_functions(name: str) -> ModuleType:
     """Return a module `flash_attn` with the two functions that the engine imports."""
-    import torch
-
     if name == "scree":
         from scree.bridges import flash_attn
 
         return flash_attn
+    if name == "fa4":  # import the package before the module below takes its name
+        import flash_attn.cute
+    attend = attend_by_fa4 if name == "fa4" else attend_by_torch
     module: Any = ModuleType("flash_attn")
-    if name == "fa4":
-        from flash_attn.cute import flash_attn_varlen_func as run
+    module.__spec__ = ModuleSpec("flash_attn", None)  # transformers asks for it
 
-        def varlen(
-            q: Any,
-            k: Any,
-            v: Any,
-            max_seqlen_q: int,
-            cu_seqlens_q: Any,
-            max_seqlen_k: int,
-            cu_seqlens_k: Any,
-            softmax_scale: float,
-            causal: bool,
-            block_table: Any,
-        ) -> Any:
-            assert block_table is None, "this run has no shared prefixes"
-            out = run(
-                q,
-                k,
-                v,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                softmax_scale=softmax_scale,
-                causal=causal,
-            )
-            return out[0] if isinstance(out, tuple) else out
+    def varlen(q: Any, k: Any, v: Any, *, cu_seqlens_k: Any, block_table: Any, **rest: Any) -> Any:
+        used = None if block_table is None else cu_seqlens_k.diff()
+        cu_q, max_q, max_k = (rest[x] for x in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k"))
+        scale = rest["softmax_scale"]
+        return attend(q, k, v, cu_q, cu_seqlens_k, max_q, max_k, block_table, used, scale)
 
-        def kvcache(
-            q: Any,
-            k_cache: Any,
-            v_cache: Any,
-            cache_seqlens: Any,
-            block_table: Any,
-            softmax_scale: float,
-            causal: bool,
-        ) -> Any:
-            out = run(
-                q,
-                k_cache,
-                v_cache,
-                page_table=block_table,
-                seqused_k=cache_seqlens,
-                softmax_scale=softmax_scale,
-                causal=causal,
-            )
-            return out[0] if isinstance(out, tuple) else out
-    else:  # the operators of PyTorch, which have no pages: the pages are copied first
-
-        @cache
-        def offsets(batch: int, length: int, device: Any) -> Any:
-            return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-        def packed(
-            q: Any,
-            k: Any,
-            v: Any,
-            cu_q: Any,
-            cu_k: Any,
-            max_q: int,
-            max_k: int,
-            scale: float,
-            used: Any = None,
-        ) -> Any:
-            if q.is_cuda:
-                return torch.ops.aten._flash_attention_forward(
-                    q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False, scale=scale, seqused_k=used
-                )[0]
-            rows = []
-            for i in range(len(cu_q) - 1):
-                row_q = q[cu_q[i] : cu_q[i + 1]]
-                length = int(cu_k[i + 1] - cu_k[i]) if used is None else int(used[i])
-                row_k, row_v = (x[cu_k[i] : cu_k[i] + length] for x in (k, v))
-                mask = torch.ones(len(row_q), length, dtype=torch.bool).tril(length - len(row_q))
-                row = torch.nn.functional.scaled_dot_product_attention(
-                    *(x.transpose(0, 1)[None] for x in (row_q, row_k, row_v)),
-                    attn_mask=mask,
-                    scale=scale,
-                    enable_gqa=True,
-                )
-                rows.append(row[0].transpose(0, 1))
-            return torch.cat(rows)
-
-        def varlen(
-            q: Any,
-            k: Any,
-            v: Any,
-            max_seqlen_q: int,
-            cu_seqlens_q: Any,
-            max_seqlen_k: int,
-            cu_seqlens_k: Any,
-            softmax_scale: float,
-            causal: bool,
-            block_table: Any,
-        ) -> Any:
-            assert block_table is None, "this run has no shared prefixes"
-            return packed(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
-            )
-
-        def kvcache(
-            q: Any,
-            k_cache: Any,
-            v_cache: Any,
-            cache_seqlens: Any,
-            block_table: Any,
-            softmax_scale: float,
-            causal: bool,
-        ) -> Any:
-            batch, width = block_table.shape
-            length = width * k_cache.shape[1]
-            k, v = (
-                x[block_table.clamp(min=0)].reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache)
-            )
-            out = packed(
-                q[:, 0],
-                k,
-                v,
-                offsets(batch, 1, q.device),
-                offsets(batch, length, q.device),
-                1,
-                length,
-                softmax_scale,
-                cache_seqlens,
-            )
-            return out[:, None]
+    def kvcache(
+        q: Any, k: Any, v: Any, *, cache_seqlens: Any, block_table: Any, **rest: Any
+    ) -> Any:
+        cu_q = offsets(q.shape[0], 1, q.device)
+        length, scale = block_table.shape[1] * k.shape[1], rest["softmax_scale"]
+        arguments = cu_q, None, 1, length, block_table, cache_seqlens, scale
+        return attend(q[:, 0], k, v, *arguments)[:, None]
 
     module.flash_attn_varlen_func, module.flash_attn_with_kvcache = varlen, kvcache
     return module
+
+
+@cache
+def offsets(batch: int, length: int, device: Any) -> Any:
+    """Return the offsets of rows of equal length."""
+    import torch
+
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+def attend_by_fa4(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, table: Any, used: Any,
+    scale: float,
+) -> Any:  # fmt: skip
+    """Compute causal attention with FlashAttention 4; with a table, `k` and `v` are pages."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    layout: dict[str, Any] = {"cu_seqlens_k": cu_k, "max_seqlen_k": max_k}
+    if table is not None:
+        layout = {"page_table": table, "seqused_k": used.int()}
+    out = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu_q, max_seqlen_q=max_q, softmax_scale=scale, causal=True, **layout
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+def attend_by_torch(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, table: Any, used: Any,
+    scale: float,
+) -> Any:  # fmt: skip
+    """Compute causal attention with PyTorch's operators, which have no pages: copy them first."""
+    import torch
+
+    if table is not None:
+        max_k = table.shape[1] * k.shape[1]
+        cu_k = offsets(table.shape[0], max_k, q.device)
+        k, v = (x[table.clamp(min=0)].reshape(-1, *x.shape[2:]) for x in (k, v))
+    if q.is_cuda:
+        used = None if used is None else used.int()
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False, scale=scale, seqused_k=used
+        )[0]
+    rows = []
+    for i, (begin, end) in enumerate(zip(cu_q[:-1].tolist(), cu_q[1:].tolist())):
+        length = int(cu_k[i + 1] - cu_k[i]) if used is None else int(used[i])
+        row_k, row_v = (x[int(cu_k[i]) : int(cu_k[i]) + length] for x in (k, v))
+        mask = torch.ones(end - begin, length, dtype=torch.bool).tril(length - (end - begin))
+        row = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q[begin:end], row_k, row_v)),
+            attn_mask=mask, scale=scale, enable_gqa=True,
+        )  # fmt: skip
+        rows.append(row[0].transpose(0, 1))
+    return torch.cat(rows)
 
 
 def use_cpu() -> None:
@@ -259,7 +202,7 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(text))
         llm = llm_engine.LLMEngine(
             folder, enforce_eager=not is_cuda, max_model_len=options.max_model_len,
-            max_num_batched_tokens=16384 if is_cuda else 512, max_num_seqs=min(options.prompts, 256),
+            max_num_batched_tokens=16384 if is_cuda else 64, max_num_seqs=min(options.prompts, 256),
             gpu_memory_utilization=0.8,
         )  # fmt: skip
     longest = options.max_model_len - options.tokens

@@ -32,6 +32,8 @@ VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 TESTED_VERSIONS = (5, 17), (5, 23)
 #: From this version on, transformers ignores the prefix "paged|" of a name.
 WITHOUT_PREFIX = (5, 19)
+#: From this version on, an allocator has the cache of all layers of one type.
+WITH_ALLOCATORS = (5, 18)
 
 
 class _LayerCache(NamedTuple):
@@ -60,7 +62,7 @@ class _LayerCache(NamedTuple):
 
 
 def _layer_cache(cache: PagedAttentionCache, layer: int) -> _LayerCache:
-    if hasattr(cache, "layer_to_allocator"):  # 5.19 and later
+    if VERSION >= WITH_ALLOCATORS:
         from transformers.generation.continuous_batching import cache_allocators
 
         allocator = cache.layer_to_allocator[layer]
@@ -86,7 +88,7 @@ def _paged_forward(
     value: torch.Tensor,
     options: dict[str, Any],
     cache: PagedAttentionCache,
-    position_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
     cu_seq_lens_q: torch.Tensor,
     cu_seq_lens_k: Any,
     read_index: list[torch.Tensor],
@@ -113,10 +115,8 @@ def _paged_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if block_table is not None:
         queries = ragged_array(q, cu_seq_lens_q, 1)
-        positions = position_ids[0, : queries.batch_size]
-        return _decode(
-            queries, k, v, layer, block_table[layer.group], cu_seq_lens_k, positions, options
-        )
+        table = block_table[layer.group]
+        return _decode(queries, k, v, layer, table, cu_seq_lens_k, position_ids, options)
     read, write = read_index[layer.group], write_index[layer.group]
     if not read.numel():  # all requests are new
         _write(layer, write, k, v)
@@ -159,7 +159,7 @@ def _decode(
     layer: _LayerCache,
     block_table: torch.Tensor,
     cu_seq_lens_k: torch.Tensor,
-    positions: torch.Tensor,
+    position_ids: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Return attention of one new token per request, through a block table.
@@ -169,7 +169,13 @@ def _decode(
     """
     lengths = ends = torch.diff(cu_seq_lens_k)
     if layer.window is not None:
-        ends = positions.to(lengths.dtype) % layer.window + 1
+        if position_ids is None:
+            raise ValueError(
+                "position_ids: a windowed layer needs them with a block table, got None; "
+                "set max_blocks_per_request=0 for this model"
+            )
+        positions = position_ids[0, : q.batch_size].to(lengths.dtype)
+        ends = torch.minimum(positions % layer.window + 1, lengths)  # 0 for rows of padding
         options = {**options, "window": None}
     new_k, new_v = q.with_values(k), q.with_values(v)
     append_paged(layer.k, layer.v, new_k, new_v, block_table, ends)
@@ -178,7 +184,7 @@ def _decode(
 
 
 # ---------------------------------------------------------------- names of transformers
-#: The names that `allow_name` has admitted.
+#: The names that `admit_name` has admitted.
 _NAMES: set[str] = set()
 
 
@@ -243,14 +249,14 @@ def _replace_loader() -> None:
 
 def _replace_block_tables() -> None:
     """Let windowed layers have block tables, for an admitted name."""
-    if VERSION >= WITHOUT_PREFIX:
+    if VERSION >= WITH_ALLOCATORS:
         _replace_allocators()
     else:
         _replace_cache()
 
 
 def _replace_allocators() -> None:
-    """Let the allocators of windowed layers fill block tables: 5.19 and later."""
+    """Let the allocators of windowed layers fill block tables: 5.18 and later."""
     from transformers.generation.continuous_batching import cache_allocators, initialization
 
     sliding: Any = cache_allocators.SlidingAttentionCacheAllocator
@@ -274,7 +280,7 @@ def _replace_allocators() -> None:
 
 
 def _replace_cache() -> None:
-    """Let the cache give block tables to windowed layers: 5.17 and 5.18."""
+    """Let the cache give block tables to windowed layers: 5.17."""
     from transformers.generation.continuous_batching import cache_manager
 
     construct_cache = PagedAttentionCache.__init__

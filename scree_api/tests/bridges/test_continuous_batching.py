@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching import initialization
+from transformers.generation.continuous_batching import initialization, model_runner
 
 from scree.bridges import continuous_batching
 from scree.bridges import transformers as bridge
@@ -111,6 +111,46 @@ def test_generate_batch_by_block_tables_agrees_with_eager(
     tokens = generated_tokens(model(name, NAME), max_blocks_per_request=16)
     assert tokens == expected_tokens(name)
     assert decode_calls
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("max_blocks", [0, 16])
+def test_generate_batch_of_padded_batches_agrees_with_eager(
+    name: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA graphs need them: rows without tokens, and tokens after the last row."""
+    monkeypatch.setattr(
+        initialization, "ensure_decode_fast_path_is_available", lambda *args, **kwargs: None
+    )
+    construct = model_runner.ModelRunner.__init__
+
+    def construct_padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", construct_padding)
+    tokens = generated_tokens(
+        model(name, NAME),
+        max_blocks_per_request=max_blocks,
+        q_padding_interval_size=8,
+        kv_padding_interval_size=16,
+        use_cuda_graph=False,
+    )
+    assert tokens == expected_tokens(name)
+
+
+def test_block_tables_of_windowed_layers_depend_on_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    num_blocks = {}
+    for name in (NAME, "sdpa"):
+        config = CONFIGS["gemma3"]()
+        config._attn_implementation = name
+        batching = ContinuousBatchingConfig(max_blocks_per_request=16)
+        initialization.ensure_decode_fast_path_is_available(config, batching, True)
+        num_blocks[name] = batching.max_blocks_per_request
+    assert num_blocks == {NAME: 16, "sdpa": 0}
 
 
 def test_generate_batch_with_the_public_name() -> None:
