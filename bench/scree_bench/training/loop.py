@@ -78,7 +78,8 @@ def make_loss(plan: Plan, form: str, compiled: bool, head: str, precision: str) 
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = 64
-    compiled_loss: Loss = torch.compile(run, dynamic=FORMS[form].changes_shape)
+    # With `dynamic=True` the sizes of the model would be symbols too.
+    compiled_loss: Loss = torch.compile(run, dynamic=None if FORMS[form].changes_shape else False)
     return compiled_loss
 
 
@@ -153,7 +154,9 @@ class Training:
     def _to_device(self, x: np.ndarray) -> Any:
         tensor = self.torch.from_numpy(x)
         if self.settings.device == "cuda":
-            return tensor.pin_memory().to("cuda", non_blocking=True)
+            tensor = tensor.pin_memory().to("cuda", non_blocking=True)
+        if self.form.changes_shape:
+            self.torch._dynamo.maybe_mark_dynamic(tensor, [*range(tensor.ndim)])
         return tensor
 
     def now(self) -> Any:
