@@ -269,6 +269,31 @@ def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path):
     assert "\n## Train\n" in text and "train-loss-tokens-cpu.svg" in text
 
 
+@pytest.mark.parametrize("form", ["scree", "padded sorted"])
+def test_compiled_form_is_one_graph_for_all_batches(documents, form, monkeypatch):
+    import torch
+    import torch._dynamo.utils as dynamo
+
+    from scree_bench.training import loop, models
+    from scree_bench.training.forms import Plan
+
+    compile_it = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compile_it(f, backend="aot_eager", **options)
+    )
+    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 256, 24, 64)
+    settings = loop.Settings(plan, "cpu", "amp", 1, steps=8, warm_up=1, rate=1e-3)
+    loop.release(compiled=True)
+    dynamo.counters.clear()
+    eager, compiled = (
+        loop.Training(settings, documents, form, compiled=x, head="chunked") for x in (False, True)
+    )
+    for _ in range(4):
+        assert compiled.run().loss.item() == pytest.approx(eager.run().loss.item(), rel=1e-3)
+    assert loop.compiled_graphs() == 1 and not dynamo.counters["graph_break"]
+    loop.release(compiled=True)
+
+
 def losses(folder):
     """The exact losses of the newest checkpoint, and its step."""
     import torch

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import scree
+
 from . import models
 from .forms import FORMS, Loss, Plan
 from .heads import HEADS
@@ -97,6 +99,8 @@ class Training:
         self.parameters = models.parameters(
             settings.plan.size, settings.device, weights, settings.seed
         )
+        # The first call of scree loads its kernels; inside of a compiled function it compiles twice.
+        scree.namespace(self.parameters["norm"])
         matrices = [p for p in self.parameters.values() if p.ndim > 1]
         vectors = [p for p in self.parameters.values() if p.ndim == 1]
         self.optimizer = torch.optim.AdamW(
