@@ -100,9 +100,21 @@ def document_loss(p, size, tokens):
     return (lse[:-1] - logits[np.arange(len(x) - 1), tokens[1:]]).sum()
 
 
+def loop_over_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+    """In place of `varlen_attn`, which has no kernel for the CPU."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    assert window_size == (-1, 0) and int(cu_q[-1]) == len(q)
+    ends = cu_q.tolist()
+    rows = [[x[a:b].transpose(0, 1)[None] for x in (q, k, v)] for a, b in zip(ends, ends[1:])]
+    outs = [scaled_dot_product_attention(*r, is_causal=True, enable_gqa=enable_gqa) for r in rows]
+    return torch.cat([out[0].transpose(0, 1) for out in outs])
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("size", ["tiny", "gpt2-tiny"])
-def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomputes):
+def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomputes, monkeypatch):
     import torch
 
     from scree_bench.training import heads, models
@@ -119,7 +131,15 @@ def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomput
     exact = {name: x.detach().double().numpy() for name, x in p.items()}
     expected = sum(document_loss(exact, shape, row) for row in rows)
     gradients = {}
-    for form in ("scree", "padded", "padded sorted"):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_over_documents)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)  # FlexAttention, uncompiled
+    forms = ["scree", "padded", "padded sorted", "varlen_attn"]
+    with torch.no_grad():  # FlexAttention has no backward on the CPU
+        form = FORMS["windows flex_attention"]
+        (part,) = form.parts(plan, rows)
+        value = form.make_loss(plan, heads.HEADS["full"]())(p, *map(torch.from_numpy, part.arrays))
+        assert value.item() * part.targets == pytest.approx(expected, rel=2e-6)
+    for form in forms:
         loss = FORMS[form].make_loss(plan, heads.HEADS["chunked"]())
         total = 0.0
         for part in FORMS[form].parts(plan, rows):
@@ -130,7 +150,7 @@ def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomput
         gradients[form] = [x.grad.clone() for x in p.values()]
         for x in p.values():
             x.grad = None
-    for form in ("padded", "padded sorted"):
+    for form in forms[1:]:
         for a, b in zip(gradients["scree"], gradients[form], strict=True):
             assert (a - b).abs().max() < 1e-5 * b.abs().max() + 1e-6, form
 
