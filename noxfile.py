@@ -154,6 +154,37 @@ def transformers(session: nox.Session, version: str) -> None:
 
 
 @nox.session
+def clients(session: nox.Session) -> None:
+    """Run programs of other projects on scree, on the CPU, from checkouts in one folder.
+
+    `clients -- FOLDER` runs the script of every checkout that the folder has; see docs/clients.md.
+    """
+    if len(session.posargs) != 1:
+        session.error("expected the folder of the checkouts: nox -s clients -- FOLDER")
+    install(session, "torch")
+    session.install("accelerate", "datasets", "filelock", "scikit-learn")  # TRL and encoders
+    session.install("spmd_types", "torchdata", "tyro")  # torchtitan
+    tokens = str(Path(session.create_tmp()) / "tokens.json")
+    for name, runs in {
+        "nano-vllm": [
+            ("nano_vllm.py", "--attention", "torch", "--write", tokens),
+            ("nano_vllm.py", "--attention", "scree", "--compare", tokens),
+        ],
+        "nanochat": [("nanochat.py",)],
+        "modded-nanogpt": [("modded_nanogpt.py",)],
+        "torchtitan": [("torchtitan.py",)],
+        "trl": [("trl_sft.py",)],
+        "sentence-transformers": [("sentence_encoders.py",)],
+    }.items():
+        checkout = Path(session.posargs[0]) / name
+        if not checkout.is_dir():
+            session.warn(f"no checkout {checkout}")
+            continue
+        for script, *options in runs:
+            session.run("python", f"clients/{script}", str(checkout), *options)
+
+
+@nox.session
 def curves(session: nox.Session) -> None:
     """Train the same model on PyTorch, JAX and MLX for 50 steps; the losses must agree to 1e-3."""
     session.install("-c", "constraints.txt", "-e", ".[torch,jax,mlx,train]")

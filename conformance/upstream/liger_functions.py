@@ -189,8 +189,10 @@ class _Softmax:
     @staticmethod
     def apply(x: torch.Tensor) -> torch.Tensor:
         """Return the softmax over the last axis: of each row of a ragged array."""
-        flat, width = x.reshape(-1), x.shape[-1]
-        rows = scree.from_lengths(flat, [width] * (flat.shape[0] // max(width, 1)))
+        width = x.shape[-1]
+        count = x.numel() // max(width, 1)
+        offsets = torch.arange(count + 1, dtype=torch.int32, device=x.device) * width
+        rows = scree.Array(x.reshape(-1), offsets, max_length=width)
         return scree.softmax(rows).values.reshape(x.shape)
 
 

@@ -98,7 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from run import EXCLUDED
 
     patterns = EXCLUDED.get(SUITE, {})
-    kept = [x for x in items if not any(re.fullmatch(pattern, x.name) for pattern in patterns)]
+
+    def is_excluded(item: pytest.Item) -> bool:
+        names = item.name, item.name.partition("[")[0]
+        return any(re.fullmatch(pattern, name) for pattern in patterns for name in names)
+
+    kept = [x for x in items if not is_excluded(x)]
     if DRAW and SUITE.startswith("torch"):
         chosen = random.Random(SEED).sample(range(len(kept)), min(len(kept), 4 * DRAW))
         kept = [kept[i] for i in sorted(chosen)]

@@ -105,7 +105,9 @@ def layernorm_bwd(
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Compute `scree.softmax` of the rows of a matrix, as a batch of rows of equal length."""
-    arr = scree.from_lengths(x.reshape(-1), [x.shape[1]] * x.shape[0])
+    rows, width = x.shape
+    offsets = torch.arange(rows + 1, dtype=torch.int32, device=x.device) * width
+    arr = scree.Array(x.reshape(-1), offsets, max_length=width)
     return scree.softmax(arr).values.reshape(x.shape)
 
 

@@ -115,11 +115,12 @@ EXCLUDED: dict[str, dict[str, str]] = {
 }
 
 
-def revision(directory: Path) -> str:
-    """Return the commit of a checkout; "unknown" without Git."""
-    command = ["git", "-C", str(directory), "rev-parse", "HEAD"]
+def revision(directory: Path) -> str | None:
+    """Return the commit of a checkout; None for a directory without Git."""
+    command = ["git", "-C", str(directory), "rev-parse", "--show-toplevel", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    top, _, commit = done.stdout.strip().partition("\n")
+    return commit if done.returncode == 0 and Path(top) == directory else None
 
 
 def run_suite(name: str, source: Path, options: argparse.Namespace) -> dict[str, object]:
@@ -161,29 +162,34 @@ def run_suite(name: str, source: Path, options: argparse.Namespace) -> dict[str,
             *options.pytest,
             *files,
         ]
-        run_for(command, env, folder, options.seconds)
+        is_complete = run_for(command, env, folder, options.seconds)
         counts, failures = read_report(report)
-    found = revision(source)
     return {
-        "commit": found if found != "unknown" else suite.commit,
-        "is_tested_commit": found in (suite.commit, "unknown"),
+        "commit": revision(source),
+        "tested_commit": suite.commit,
+        "is_complete": is_complete,
         "drawn": draw,
         **counts,
         "failures": failures,
     }
 
 
-def run_for(command: list[str], env: dict[str, str], folder: str, seconds: float | None) -> None:
-    """Run a command. After some seconds interrupt it, so that it reports the tests it has run."""
+def run_for(command: list[str], env: dict[str, str], folder: str, seconds: float | None) -> bool:
+    """Run a command, and return whether it ended in time.
+
+    After some seconds it is interrupted. Then it reports the tests that it has run.
+    """
     process = subprocess.Popen(command, env=env, cwd=folder)
     try:
         process.wait(seconds)
+        return True
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
+        return False
 
 
 def read_report(path: Path) -> tuple[Counter[str], dict[str, str]]:

@@ -492,7 +492,7 @@ def has_same_rows(a: Layout, b: Layout) -> bool | None:
     Layouts on one offsets array are not compared further. The result is None if a comparison would
     have to wait for a device.
     """
-    if a.cut is not b.cut:
+    if a.cut is not b.cut and a.cut != b.cut:
         return False
     if a is b or a.offsets is b.offsets:
         return True

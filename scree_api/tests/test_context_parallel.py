@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import scree
 from scree.distributed import shard, unshard
@@ -174,6 +175,13 @@ def check_functions(mesh: Any, seed: int) -> None:
         dist.all_reduce(loss, group=group_of(mesh))
         expected = scree.cross_entropy(logits, targets, reduction=reduction, z_loss=1e-3)
         torch.testing.assert_close(loss, expected, equal_nan=True)
+        weight = random(6, 5, 7)
+        loss = scree.linear_cross_entropy(
+            shard(logits, mesh), weight, shard(targets, mesh) % 5, reduction=reduction
+        )
+        dist.all_reduce(loss, group=group_of(mesh))
+        expected = scree.linear_cross_entropy(logits, weight, targets % 5, reduction=reduction)
+        torch.testing.assert_close(loss, expected, equal_nan=True)
 
 
 def check_refusals(mesh: Any) -> None:
@@ -211,7 +219,7 @@ def check_refusals(mesh: Any) -> None:
             call()
     with pytest.raises(TypeError, match="arr: expected a shard"):
         unshard(arr)
-    for other in (arr, shard(arr + 1, mesh, cost=(1, 0))):
+    for other in (arr, shard(scree.from_lengths(arr.values, [4, 0, 8]), mesh)):
         with pytest.raises(ValueError, match=r"expected (shards of one cut|rows of equal lengths)"):
             x + other
     with pytest.raises(TypeError, match="mesh: expected a torch"):
@@ -235,6 +243,62 @@ def check_checkpoint(mesh: Any) -> None:
         return [torch.utils.checkpoint.checkpoint(attend, *arrays, use_reentrant=False)]
 
     compare(checkpointed, leaves, lengths, 3, mesh)
+
+
+def check_half_precision(mesh: Any) -> None:
+    lengths = make_lengths(2)
+    leaves = [random(i, int(lengths.sum()), 2, 8).to(torch.bfloat16) for i in range(3)]
+    q, k, v = (scree.from_lengths(x.double().requires_grad_(), lengths) for x in leaves)
+    out = scree.attention(q, k, v, causal=True)
+    out.values.sum().backward()
+    inputs = [x.requires_grad_() for x in leaves]
+    parts = [shard(scree.from_lengths(x, lengths), mesh) for x in inputs]
+    assert (parts[0] + parts[1]).layout.cut == parts[2].layout.cut
+    actual = scree.attention(*parts, causal=True)
+    actual.values.float().sum().backward()
+    torch.testing.assert_close(unshard_if(actual).double(), out.values, rtol=0, atol=0.02)
+    for x, expected in zip(inputs, (q, k, v), strict=True):
+        grad = x.grad.double()
+        dist.all_reduce(grad)
+        scale = float(expected.values.grad.abs().max())
+        torch.testing.assert_close(grad, expected.values.grad, rtol=0, atol=0.01 * scale)
+
+
+class Model(torch.nn.Module):
+    """One layer of attention and a loss; shards and whole rows take the same way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.qkv = torch.nn.Embedding(30, 8), torch.nn.Linear(8, 24)
+        self.head = torch.nn.Linear(8, 30)
+
+    def forward(self, ids: scree.Array, targets: scree.Array) -> torch.Tensor:
+        x = ids.with_values(self.embedding(ids.values))
+        parts = self.qkv(scree.rms_norm(x).values).unflatten(1, (3, 2, 4)).unbind(1)
+        q, k = scree.rope(*map(x.with_values, parts[:2]))
+        out = scree.attention(q, k, x.with_values(parts[2]), causal=True)
+        logits = x.with_values(self.head(out.values.flatten(1)))
+        return scree.cross_entropy(logits, targets, reduction="sum")
+
+
+def check_fsdp() -> None:
+    """Four ranks: two groups have a batch each, whose rows are cut over two ranks."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    batches = []
+    for lengths in ([37, 3, 20], [5, 50]):
+        ids = scree.from_lengths(torch.arange(sum(lengths)) % 30, lengths)
+        batches.append((ids, scree.shift(ids, -1, fill_value=-100)))
+    count = sum(ids.total_length - ids.batch_size for ids, _ in batches)
+    single, parallel = Model(), Model()
+    (sum(single(*batch) for batch in batches) / count).backward()
+    everyone = dist.device_mesh.init_device_mesh("cpu", (4,))
+    fully_shard(parallel, mesh=everyone)
+    ids, targets = (shard(x, mesh["cp"]) for x in batches[mesh["dp"].get_local_rank()])
+    # FSDP2 takes the mean over four ranks.
+    (parallel(ids, targets) * 4 / count).backward()
+    for (name, x), expected in zip(parallel.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), expected.grad, msg=name)
 
 
 def check_death(mesh: Any, rank: int) -> None:
@@ -261,6 +325,8 @@ def work(rank: int, folder: Path) -> None:
             check_functions(group, (0, 5, 2)[i])
     check_refusals(mesh)
     check_checkpoint(mesh)
+    check_half_precision(mesh)
+    check_fsdp()
     check_death(mesh, rank)
     (folder / f"done-{rank}").touch()
 

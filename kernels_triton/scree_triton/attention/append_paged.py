@@ -157,11 +157,12 @@ def append_paged_kernel(
         if IS_RAGGED:
             first_page = tl.load(PAGE_OFFSETS + row).to(tl.int64)
             PAGES += first_page
-            capacity = (tl.load(PAGE_OFFSETS + row + 1) - first_page) * PAGE_SIZE
+            room = (tl.load(PAGE_OFFSETS + row + 1) - first_page) * PAGE_SIZE
         else:
             PAGES += row.to(tl.int64) * table_width
+            room = capacity
         # A token before the first page or after the last one is not written.
-        is_inside = (position >= 0) & (position < capacity)
+        is_inside = (position >= 0) & (position < room)
         page = tl.load(PAGES + position // PAGE_SIZE, mask=is_inside, other=0).to(tl.int64)
         place = (position % PAGE_SIZE).to(tl.int64)
         K_PAGES += page * stride_kp + place * stride_ks

@@ -18,12 +18,12 @@ from ..broadcasting import accumulation_dtype
 from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
-from ..ops.segment import append_axes
+from ..ops.segment import append_axes, safe_divide
 from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
 from .torch import Group
 
 #: Operations in which tokens do not depend on each other.
-TOKENWISE = {"layer_norm", "merge_attention", "rms_norm", "split", "swiglu"}
+TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
 #: Kinds of functions of the standard in which tokens do not depend on each other.
 TOKENWISE_KINDS = set(
     """
@@ -75,6 +75,19 @@ class Cut(RowCut):
         self.plain = Layout.from_host_lengths(lib, row_lengths, like=like)
         self.piece_layout = Layout.from_host_lengths(lib, self.own.lengths, like=like)
         self.is_cut = bool((pieces.lengths != self._lengths[pieces.rows]).any())
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the same rows are cut alike over the same ranks."""
+        if self is other or not isinstance(other, Cut):
+            return self is other
+        return (
+            self.group.group is other.group.group
+            and np.array_equal(self._lengths, other._lengths)
+            and np.array_equal(self.pieces.stops, other.pieces.stops)
+            and np.array_equal(self.pieces.ranks, other.pieces.ranks)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     def make_layout(self) -> Layout:
         """Return the layout of shards: the layout of this rank's tokens, with the cut."""
@@ -146,7 +159,7 @@ class Cut(RowCut):
     ) -> Any:
         """Call a function of the standard on shards; see `RowCut`."""
         operands = args[0] if isinstance(args[0], list | tuple) else args
-        first = next(x for x in operands if isinstance(x, Array) and x.layout.cut is self)
+        first = next(x for x in operands if isinstance(x, Array) and x.layout.cut == self)
         if kind in KINDS_WITH_AXIS and not self._is_element_axis(first, kwargs.get("axis", -1)):
             if kind == "reduction":
                 return self._reduce_rows(name, first, **kwargs)
@@ -165,7 +178,7 @@ class Cut(RowCut):
             return type(x)([self.on(layout, y) for y in x])
         if not isinstance(x, Array):
             return x
-        if x.layout.cut is not self:
+        if x.layout.cut != self:
             what = "an array of whole rows" if x.layout.cut is None else "another shard"
             raise ValueError(
                 f"expected shards of one cut, got a shard and {what}; "
@@ -227,7 +240,8 @@ class Cut(RowCut):
         losses = result if is_pair else (result,)
         counted = xp.sum(xp.astype(targets != options["ignore_index"], losses[0].dtype))
         count = self.group.all_sum(counted)
-        return tuple([x / count for x in losses]) if is_pair else losses[0] / count
+        means = [safe_divide(xp, x, count) for x in losses]
+        return tuple(means) if is_pair else means[0]
 
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+#: The source of keys of rows that are not cut; see `KeyPlan.keys`.
+WHOLE = -1
+
 #: Ranks may cost this much more than their mean before one more row is cut.
 TOLERANCE = 1.01
 
@@ -39,9 +42,11 @@ class Pieces:
 def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
     """Divide rows over ranks, with equal sums of ``a * L + b * L**2``.
 
-    The k longest rows are cut into ``2 * num_ranks`` chunks each, and rank r gets the chunks r and
-    ``2 * num_ranks - 1 - r``, so that all ranks have equal costs with a causal mask too. The other
-    rows stay whole. k is the smallest number that balances the ranks.
+    The k longest rows are cut, the others stay whole. k is the smallest number for which no rank
+    has more than its part in whole rows. Each cut row has two chunks per rank, in the order 0, 1,
+    ... r, r, ... 1, 0 of the ranks. The chunks of a rank are as long as each other, so that their
+    queries see half of the row on average with a causal mask too. A rank with less in whole rows
+    has longer chunks.
     """
     costs = cost[0] * lengths + cost[1] * lengths.astype(np.float64) ** 2
     order = np.argsort(-costs, kind="stable")[: np.count_nonzero(lengths)]
@@ -49,36 +54,54 @@ def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> 
     num_cut = int(np.count_nonzero(costs > TOLERANCE * mean)) if num_ranks > 1 else 0
     step = 1
     while True:
-        rank_of_row, heaviest = _assign_whole_rows(order[num_cut:], costs, num_ranks)
-        excess = heaviest + costs[order[:num_cut]].sum() / num_ranks
-        if num_ranks == 1 or num_cut >= order.size or excess <= TOLERANCE * mean:
+        rank_of_row, loads = _assign_whole_rows(order[num_cut:], costs, num_ranks)
+        if num_ranks == 1 or num_cut >= order.size or loads.max() <= TOLERANCE * mean:
             break
         num_cut, step = min(num_cut + step, order.size), 2 * step
-    chunk_ranks = np.append(np.arange(num_ranks), np.arange(num_ranks)[::-1])
-    cut = np.sort(order[:num_cut])
+    cut, whole = np.sort(order[:num_cut]), np.sort(order[num_cut:])
+    shares = np.maximum(mean - loads, 0) if cut.size else np.ones(num_ranks)
+    halves = shares / shares.sum() / 2
+    ends = np.cumsum(np.append(halves, halves[::-1]))
+    ends[-1] = 1
     # (cut rows, chunks + 1) bounds of the chunks.
-    bounds = lengths[cut, None] * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
-    whole = np.sort(order[num_cut:])
+    bounds = np.floor(lengths[cut, None] * np.append(0.0, ends)).astype(np.int64)
+    chunk_ranks = np.append(np.arange(num_ranks), np.arange(num_ranks)[::-1])
     rows = np.concatenate([whole, np.repeat(cut, 2 * num_ranks)])
     starts = np.concatenate([np.zeros_like(whole), bounds[:, :-1].ravel()])
     stops = np.concatenate([lengths[whole], bounds[:, 1:].ravel()])
     ranks = np.concatenate([rank_of_row[whole], np.tile(chunk_ranks, cut.size)])
     sequence = np.lexsort((starts, rows))
     pieces = Pieces(*(x[sequence].astype(np.int64) for x in (rows, starts, stops, ranks)))
-    return pieces.select(pieces.lengths > 0)
+    return _join_neighbours(pieces.select(pieces.lengths > 0))
+
+
+def _join_neighbours(pieces: Pieces) -> Pieces:
+    """Join pieces of one rank that follow each other, as the two middle chunks of a row do."""
+    follows = np.zeros(pieces.rows.size + 1, bool)
+    follows[1:-1] = (pieces.rows[1:] == pieces.rows[:-1]) & (pieces.ranks[1:] == pieces.ranks[:-1])
+    is_first, is_last = ~follows[:-1], ~follows[1:]
+    return Pieces(
+        pieces.rows[is_first],
+        pieces.starts[is_first],
+        pieces.stops[is_last],
+        pieces.ranks[is_first],
+    )
 
 
 def _assign_whole_rows(
     rows: np.ndarray, costs: np.ndarray, num_ranks: int
-) -> tuple[np.ndarray, float]:
-    """Give each row, by falling cost, to the rank with the lowest cost; return the highest cost."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Give each row, by falling cost, to the rank with the lowest cost; return the costs too."""
     rank_of_row = np.zeros(costs.size, np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for row in rows.tolist():
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + float(costs[row]), rank))
         rank_of_row[row] = rank
-    return rank_of_row, max(load for load, _ in heap)
+    loads = np.zeros(num_ranks)
+    for load, rank in heap:
+        loads[rank] = load
+    return rank_of_row, loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +130,22 @@ class KeyPlan:
 
     Attributes
     ----------
+    cut
+        Runs (start, length) of the tokens of this rank that belong to cut rows. Gradients of these
+        tokens are sums.
     sent
-        Per rank the runs (start, length) of the tokens of this rank that it needs.
+        Per rank the runs (start, length) of the tokens that it needs, counted among the tokens of
+        cut rows of this rank.
     received
         Per rank the number of tokens that this rank receives from it.
     keys
-        Runs (rank, start, length) of tokens which, joined, are the keys of all pieces, group by
-        group. The tokens are received from the rank, or are tokens of this rank.
+        Runs (source, start, length) of tokens which, joined, are the keys of all pieces, group by
+        group. The source is a rank, for tokens of cut rows, or `WHOLE`, for tokens of whole rows.
     groups
         The pieces; one group unless keys after a piece are visible.
     """
 
+    cut: list[tuple[int, int]]
     sent: list[list[tuple[int, int]]]
     received: list[int]
     keys: list[tuple[int, int, int]]
@@ -139,11 +167,13 @@ def plan_keys(
     # Without a window on either side the alignment has no effect.
     is_unbounded = left is None and right is None
     shifts = np.zeros_like(last) if is_unbounded else last - pieces.stops
-    # Index of the first token of each piece among the tokens of its rank.
-    local_starts = np.zeros_like(pieces.starts)
+    # Index of the first token of each piece among the tokens of its rank, and of its cut rows.
+    local_starts, cut_starts = np.zeros_like(pieces.starts), np.zeros_like(pieces.starts)
     for r in range(num_ranks):
         sizes = pieces.lengths[pieces.ranks == r]
         local_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
+        sizes = sizes * ~is_whole[pieces.ranks == r]
+        cut_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
     pieces_of_row: dict[int, list[int]] = {}
     for p in np.flatnonzero(~is_whole).tolist():
         pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
@@ -170,14 +200,14 @@ def plan_keys(
     received = [0] * num_ranks
     # Piece -> the position in its row of its first token here, and the index of that token.
     available = {
-        p: (int(pieces.starts[p]), int(local_starts[p]))
+        p: (int(pieces.starts[p]), int((local_starts if is_whole[p] else cut_starts)[p]))
         for p in np.flatnonzero(pieces.ranks == rank).tolist()
     }
     for other in range(num_ranks):
         if other == rank:
             continue
         for piece, low, high in needed(other, rank):
-            start = int(local_starts[piece] - pieces.starts[piece])
+            start = int(cut_starts[piece] - pieces.starts[piece])
             sent[other].append((start + low, high - low))
         for piece, low, high in needed(rank, other):
             available[piece] = low, received[other]
@@ -194,10 +224,14 @@ def plan_keys(
                 high = min(int(last[query_piece]), int(pieces.stops[piece]))
                 if low < high:
                     position, index = available[piece]
-                    run = int(pieces.ranks[piece]), index + low - position, high - low
-                    _append_run(keys, run)
+                    source = WHOLE if is_whole[piece] else int(pieces.ranks[piece])
+                    _append_run(keys, (source, index + low - position, high - low))
         groups.append(KeyGroup(shift, members, (last - first)[mine[members]]))
-    return KeyPlan(sent, received, keys, groups or [KeyGroup(0, mine, mine)])
+    cut: list[tuple[int, int, int]] = []
+    for piece in mine[~is_whole[mine]].tolist():
+        _append_run(cut, (rank, int(local_starts[piece]), int(pieces.lengths[piece])))
+    cut_runs = [(start, length) for _, start, length in cut]
+    return KeyPlan(cut_runs, sent, received, keys, groups or [KeyGroup(0, mine, mine)])
 
 
 def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .pieces import KeyPlan
+from .pieces import WHOLE, KeyPlan
 
 
 class Group:
@@ -86,54 +86,76 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan, group: Group
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.plan, ctx.group = plan, group
-        ctx.shapes = k.shape, v.shape
-        width = math.prod(k.shape[1:]) + math.prod(v.shape[1:])
-        sent = [
-            x.narrow(0, start, length).reshape(-1)
-            for runs in plan.sent
-            for x in (k, v)
-            for start, length in runs
-        ]
-        flat = torch.cat(sent) if sent else k.new_empty(0)
-        sizes = [width * sum(length for _, length in runs) for runs in plan.sent]
-        received = _all_to_all(flat, sizes, [width * n for n in plan.received], group)
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
+        cut = [_narrow(x, plan.cut) for x in (k, v)]
+        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in cut]
+        received = _all_to_all(torch.cat(sent), plan, ctx.shapes, group)
+        parts = _split(received, plan, ctx.shapes)
         return tuple(
-            _join(x, parts, plan, group.rank)
-            for x, parts in zip((k, v), _split(received, plan, ctx.shapes), strict=True)
+            _join(x, own, views, plan, group.rank)
+            for x, own, views in zip((k, v), cut, parts, strict=True)
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, group, shapes = ctx.plan, ctx.group, ctx.shapes
-        dtype, device = grads[0].dtype, grads[0].device
-        width = sum(math.prod(shape[1:]) for shape in shapes)
-        owned = [torch.zeros(shape, dtype=_wide(dtype), device=device) for shape in shapes]
-        flat = torch.zeros(width * sum(plan.received), dtype=_wide(dtype), device=device)
-        for own, parts, grad in zip(owned, _split(flat, plan, shapes), grads, strict=True):
+        options: Any = {"dtype": _wide(grads[0].dtype), "device": grads[0].device}
+        num_cut = sum(length for _, length in plan.cut)
+        outs = [grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True)]
+        sums = [torch.zeros((num_cut, *shape[1:]), **options) for shape in shapes]
+        flat = torch.zeros(_width(shapes) * sum(plan.received), **options)
+        parts = _split(flat, plan, shapes)
+        for out, own, views, grad in zip(outs, sums, parts, grads, strict=True):
             at = 0
             # One addition after the other, so their order is fixed.
-            for rank, start, length in plan.keys:
-                target = own if rank == group.rank else parts[rank]
-                target.narrow(0, start, length).add_(grad.narrow(0, at, length))
+            for source, start, length in plan.keys:
+                part = grad.narrow(0, at, length)
+                if source == WHOLE:
+                    out.narrow(0, start, length).copy_(part)
+                else:
+                    target = own if source == group.rank else views[source]
+                    target.narrow(0, start, length).add_(part)
                 at += length
-        sizes = [width * sum(length for _, length in runs) for runs in plan.sent]
-        returned = _all_to_all(flat.to(dtype), [width * n for n in plan.received], sizes, group)
+        returned = _all_to_all(flat.to(grads[0].dtype), plan, shapes, group, back=True)
         at = 0
         for runs in plan.sent:
-            for own, shape in zip(owned, shapes, strict=True):
+            for own, shape in zip(sums, shapes, strict=True):
                 for start, length in runs:
                     size = length * math.prod(shape[1:])
                     part = returned.narrow(0, at, size).view(length, *shape[1:])
                     own.narrow(0, start, length).add_(part)
                     at += size
-        return *(own.to(dtype) for own in owned), None, None
+        for out, own in zip(outs, sums, strict=True):
+            at = 0
+            for start, length in plan.cut:
+                out.narrow(0, start, length).copy_(own.narrow(0, at, length))
+                at += length
+        return *outs, None, None
 
 
-def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> Any:
-    """Return what the other ranks sent to this one, by rank; sizes are numbers of elements."""
+def _width(shapes: Any) -> int:
+    """Return the number of elements of a token of all arrays together."""
+    return sum(math.prod(shape[1:]) for shape in shapes)
+
+
+def _narrow(x: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
+    """Return runs (start, length) of tokens, joined."""
+    if len(runs) == 1:
+        return x.narrow(0, *runs[0])
+    return torch.cat([x.narrow(0, *run) for run in runs]) if runs else x[:0]
+
+
+def _all_to_all(
+    x: torch.Tensor, plan: KeyPlan, shapes: Any, group: Group, back: bool = False
+) -> torch.Tensor:
+    """Return what the other ranks sent to this one, by rank, or send it back."""
+    width = _width(shapes)
+    sent = [width * sum(length for _, length in runs) for runs in plan.sent]
+    received = [width * count for count in plan.received]
+    if back:
+        sent, received = received, sent
     out = x.new_empty(sum(received))
     dist.all_to_all_single(out, x, received, sent, group=group.group)
     return out
@@ -151,10 +173,10 @@ def _split(flat: torch.Tensor, plan: KeyPlan, shapes: Any) -> list[list[torch.Te
     return parts
 
 
-def _join(x: torch.Tensor, parts: list[torch.Tensor], plan: KeyPlan, own: int) -> torch.Tensor:
-    """Return the keys of all pieces: runs of tokens of this rank and of received tokens."""
-    runs = [
-        (x if rank == own else parts[rank]).narrow(0, start, length)
-        for rank, start, length in plan.keys
-    ]
-    return torch.cat(runs) if runs else x.new_empty((0, *x.shape[1:]))
+def _join(
+    x: torch.Tensor, cut: torch.Tensor, parts: list[torch.Tensor], plan: KeyPlan, rank: int
+) -> torch.Tensor:
+    """Return the keys of all pieces."""
+    sources = {**dict(enumerate(parts)), rank: cut, WHOLE: x}
+    runs = [sources[source].narrow(0, start, length) for source, start, length in plan.keys]
+    return torch.cat(runs) if runs else x[:0].clone()

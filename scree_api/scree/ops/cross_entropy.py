@@ -369,20 +369,22 @@ def linear_cross_entropy(
     >>> scree.linear_cross_entropy(x, np.zeros((4, 2)), targets).round(4)
     np.float64(1.3863)
     """
-    call = LinearCrossEntropyCall(
-        x,
-        weight,
-        targets,
-        bias,
-        class_weights,
-        ignore_index,
-        label_smoothing,
-        softcap,
-        z_loss,
-        reduction,
-        return_accuracy,
-    )
-    return _linear_cross_entropy.run_call(call, kernel)
+    arrays = {
+        "x": x,
+        "weight": weight,
+        "targets": targets,
+        "bias": bias,
+        "class_weights": class_weights,
+    }
+    options = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "z_loss": z_loss,
+        "reduction": reduction,
+        "return_accuracy": return_accuracy,
+    }
+    return _linear_cross_entropy.run(arrays, options, kernel)
 
 
 def reduce_losses(call: LossCall, losses: Any, weights: Any = None) -> Any:

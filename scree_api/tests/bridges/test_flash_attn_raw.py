@@ -261,3 +261,35 @@ def test_install_offers_the_raw_functions(monkeypatch: pytest.MonkeyPatch) -> No
         for name in [x for x in sys.modules if x.startswith("flash_attn")]:
             del sys.modules[name]
         sys.modules.update(saved)
+
+
+# ---------------------------------------------------------------- on a device
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_backward_of_two_blocks_on_a_device_is_accurate(causal: bool, dtype: torch.dtype) -> None:
+    """The last queries of a causal call see all keys of the first block."""
+    q, k, v = (draw(2, 256, 4, 64, seed=i).to("cuda", dtype) for i in range(3))
+    options, half = flags((0.125, causal, -1, -1, 0.0, None)), slice(128, 256)
+    out, lse, _, _ = raw._flash_attn_forward(q, k, v, *options, False)
+    dout = draw(*out.shape, seed=3).to("cuda", dtype)
+    leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    rows = [attend(*row, options[1:])[0] for row in zip(*leaves, strict=True)]
+    expected = torch.stack(rows)
+    peer = torch.autograd.grad(expected, leaves, dout.double().cpu())
+    tolerance = 4e-3 if dtype == torch.float16 else 3e-2
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=0)
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    raw._flash_attn_backward(dout, q, k, v, out, lse, *gradients, *options, False)
+    for gradient, other in zip(gradients, peer, strict=True):
+        torch.testing.assert_close(gradient.double().cpu(), other, atol=4 * tolerance, rtol=0)
+    # The keys of the second block, of which the output and the log-sum-exp count the first.
+    arrays = dout[:, half], q[:, half], k[:, half], v[:, half], out[:, half], lse[:, :, half]
+    parts = [torch.empty_like(x[:, half]) for x in (q, k, v)]
+    raw._flash_attn_backward(*arrays, *parts, *options, False)
+    if causal:  # no earlier query sees them
+        for gradient, other in zip(parts[1:], peer[1:], strict=True):
+            expected = other[:, half]
+            torch.testing.assert_close(
+                gradient.double().cpu(), expected, atol=4 * tolerance, rtol=0
+            )
