@@ -372,6 +372,7 @@ def test_ctrl_c_keeps_the_curve_so_far(tmp_path):
         (("void at::native::multi_tensor_apply_kernel",), "optimizer"),
         (("elementwise", "aten::mul", "Optimizer.step#AdamW.step"), "optimizer"),
         (("embedding_backward_feature_kernel", "aten::embedding_dense_backward"), "embedding"),
+        (("scatter_add_bucketed_add_kernel",), "embedding"),
         (("some kernel",), "other"),
     ],
 )
