@@ -21,7 +21,7 @@ from scree_bench.gpt import IGNORED
 
 pytestmark = pytest.mark.needs("torch")
 
-SMALL = "--device", "cpu", "--modes", "eager", "--tokens", "256", "--context", "64"
+SMALL = "--quick", "--device", "cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,13 +37,24 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def documents():
-    """Forty documents of random tokens, most of them short."""
+    """Forty documents of random tokens, most of them short, and some tokens much more frequent."""
     import scree
     from scree_bench.training.text import Documents
 
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(3, 0.8, 40).astype(int), 2, 64)
-    return Documents(scree.from_lengths(rng.integers(0, 512, lengths.sum()), lengths), "random")
+    tokens = (512 * rng.random(lengths.sum()) ** 4).astype(np.int64)
+    return Documents(scree.from_lengths(tokens, lengths), "random")
+
+
+@pytest.fixture(scope="module")
+def text(documents, tmp_path_factory):
+    """Options of a run on the documents."""
+    from scree_bench.training.text import save
+
+    path = tmp_path_factory.mktemp("text") / "tokens.npz"
+    save(documents, path)
+    return "--text", str(path)
 
 
 def run(*options: str) -> str:
@@ -262,31 +273,23 @@ def test_tokenizer_larger_than_the_model_is_refused(tmp_path):
 
 
 # --- runs ---
-def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path):
-    options = (
-        "--timed",
-        "2",
-        "--steps",
-        "20",
-        "--contenders",
-        "scree:eager,padded sorted",
-        "--profile",
-    )
+def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path, text):
+    options = *text, "--steps", "12", "--contenders", "scree:eager,padded sorted", "--profile"
     said = run(*options, "--out", tmp_path)
     result = results.read(tmp_path / "train-cpu.json")
     assert "parts of a step" in said and "tokens/s / padded sorted" in said
     curves = result.extra["curves"]
     ours, reference = (np.asarray(curves[f"{who}, seed 0"]) for who in ("scree", "padded sorted"))
     np.testing.assert_allclose(ours[:, 2], reference[:, 2], rtol=1e-4)
-    assert ours[-1, 0] == 20 * 256 and ours[-1, 2] < ours[0, 2] - 0.3
+    assert ours[-1, 0] == 12 * 256 and ours[-1, 2] < ours[0, 2] - 0.3
     names = {path.stem for path in tmp_path.glob("*.svg")}
     assert names == {"train-rate-cpu", "train-loss-tokens-cpu", "train-loss-seconds-cpu"}
     profiles = result.extra["profiles"]["tiny, scree"]
     assert {"attention", "optimizer", "matrix products", "loss", "embedding"} <= profiles.keys()
     page, report = tmp_path / "bench.md", ["report", str(tmp_path / "train-cpu.json"), "--out"]
     assert CliRunner().invoke(app, [*report, str(page)]).exit_code == 0
-    text = (tmp_path / "bench" / "cpu.md").read_text()
-    assert "\n## Train\n" in text and "train-loss-tokens-cpu.svg" in text
+    written = (tmp_path / "bench" / "cpu.md").read_text()
+    assert "\n## Train\n" in written and "train-loss-tokens-cpu.svg" in written
 
 
 @pytest.mark.parametrize("form", ["scree", "padded sorted"])
@@ -326,10 +329,11 @@ def losses(folder):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
-def test_killed_run_resumes_bit_for_bit(tmp_path):
+def test_killed_run_resumes_bit_for_bit(tmp_path, text):
     options = [
+        *text,
         *("--timed", "0", "--steps", "8", "--curves", "scree", "--checkpoint-every", "2"),
-        *("--tokens", "128", "--precision", "amp", "--accumulate", "2", "--checkpoint"),
+        *("--precision", "amp", "--accumulate", "2", "--checkpoint"),
     ]
     command = [sys.executable, "-m", "scree_bench", "train", *SMALL, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -346,10 +350,10 @@ def test_killed_run_resumes_bit_for_bit(tmp_path):
     np.testing.assert_array_equal(resumed, whole)
 
 
-def test_ctrl_c_keeps_the_curve_so_far(tmp_path):
+def test_ctrl_c_keeps_the_curve_so_far(tmp_path, text):
     command = [
-        *(sys.executable, "-m", "scree_bench", "train", *SMALL, "--timed", "2"),
-        *("--contenders", "scree", "--steps", "100000", "--out", str(tmp_path)),
+        *(sys.executable, "-m", "scree_bench", "train", *SMALL, *text),
+        *("--timed", "2", "--contenders", "scree", "--steps", "100000", "--out", str(tmp_path)),
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     path, until = tmp_path / "train-cpu.json", time.monotonic() + 60
