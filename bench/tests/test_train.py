@@ -395,6 +395,7 @@ def test_unknown_choices_are_named(arguments):
     assert result.exit_code == 2 and arguments[1] in result.output
 
 
+@pytest.mark.needs("accelerate")
 def test_fine_tuning_forms_have_the_same_losses(tmp_path, monkeypatch):
     script = Path(__file__).parents[2] / "docs" / "guides" / "fine_tuning.py"
     options = "--steps", "6", "--rows", "4", "--context", "32", "--out", str(tmp_path / "out.json")
