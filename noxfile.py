@@ -15,7 +15,7 @@ nox.options.sessions = ["lint", "types", "tests", "docs"]
 
 BACKENDS = {
     "numpy": "test",
-    "torch": "test,torch,triton",
+    "torch": "test,torch,trainer,triton",
     "jax": "test,jax",
     "mlx": "test,mlx",
     "array_api_strict": "test",
@@ -111,7 +111,7 @@ def fuzz(session: nox.Session) -> None:
 
     `fuzz -- --minutes 30 --seed 7` sets the time and the first case.
     """
-    session.install("-c", "constraints.txt", "-e", ".[test,torch,jax,mlx]", *PARTS)
+    session.install("-c", "constraints.txt", "-e", ".[test,torch,trainer,jax,mlx]", *PARTS)
     session.run("python", "-m", "scree_conformance", "fuzz", *session.posargs)
 
 

@@ -137,7 +137,7 @@ def ragged(
         up = F.gelu(up, approximate="tanh") if size.positions else scree.swiglu(up)
         return product(up, f"{i}.down"), x.values
 
-    x, y = F.embedding(ids, p["embedding"]), None
+    x, y = scree.gather(p["embedding"], tokens).values, None
     if size.positions:
         x = x + F.embedding(scree.positions(tokens), p["positions"])
     for i in range(size.layers):

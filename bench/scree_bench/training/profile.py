@@ -18,7 +18,7 @@ PARTS = {
     "copies to the device": "copy to the device|memcpy htod|memcpy.*host.*device",
     "attention": "attention|flash|fmha|sdpa|flex|tile_schedule",
     "loss": "cross_entropy|loss_|logsumexp|softmax|chunkedcross|liger",
-    "embedding": "embedding",
+    "embedding": "embedding|gather_kernel|scatter_add|index_select|index_add|index_put",
     "matrix products": r"grouped_|(^|[^a-z])(add|b|badd)?mm([^a-z]|$)|gemm|matmul|cutlass|nvjet|cublas|xmma",
     "norms": "norm",
     "rotation, activation": "rope|rotate|swiglu|silu|gelu|sigmoid|split",
