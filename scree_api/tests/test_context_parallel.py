@@ -232,7 +232,7 @@ def check_refusals(mesh: Any) -> None:
 
 
 def check_checkpoint(mesh: Any) -> None:
-    """Activation checkpointing repeats the exchange in the backward pass; compilation breaks there."""
+    """Activation checkpointing repeats the exchange in the backward pass."""
     lengths = make_lengths(2)
     leaves = [random(i, int(lengths.sum()), 2, 4) for i in range(3)]
 
@@ -243,6 +243,18 @@ def check_checkpoint(mesh: Any) -> None:
         return [torch.utils.checkpoint.checkpoint(attend, *arrays, use_reentrant=False)]
 
     compare(checkpointed, leaves, lengths, 3, mesh)
+
+
+def check_compile(group: Any) -> None:
+    """The graph breaks at attention; the parts before and after it are compiled."""
+    x = scree.from_lengths(random(0, 60, 2, 4), [37, 3, 20])
+
+    def layer(x: scree.Array) -> scree.Array:
+        q, k = scree.rope(x * 2, x)
+        return scree.attention(q, k, x, causal=True) + x
+
+    compiled = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(unshard(compiled(shard(x, group))).values, layer(x).values)
 
 
 def check_half_precision(mesh: Any) -> None:
@@ -323,6 +335,8 @@ def work(rank: int, folder: Path) -> None:
         if rank < (4, 3, 2)[i]:
             check_attention(group, range(2 * i, 12, 6))
             check_functions(group, (0, 5, 2)[i])
+    if rank < 2:
+        check_compile(groups[2])
     check_refusals(mesh)
     check_checkpoint(mesh)
     check_half_precision(mesh)

@@ -20,7 +20,7 @@ from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
 from ..ops.segment import append_axes, safe_divide
 from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
-from .torch import Group
+from .torch import Group, not_compiled
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
@@ -74,6 +74,9 @@ class Cut(RowCut):
         np.add.at(row_lengths, self.own.rows, self.own.lengths)
         self.plain = Layout.from_host_lengths(lib, row_lengths, like=like)
         self.piece_layout = Layout.from_host_lengths(lib, self.own.lengths, like=like)
+        # (pieces,) position of the first token of each piece of this rank, and its row.
+        self._starts = self.plain.to_index(self.own.starts)
+        self._rows = self.plain.to_index(self.own.rows)
         self.is_cut = bool((pieces.lengths != self._lengths[pieces.rows]).any())
 
     def __eq__(self, other: object) -> bool:
@@ -126,16 +129,6 @@ class Cut(RowCut):
         return self.plain.cached(
             "global positions", lambda: layout.positions + layout.per_token(self._starts)
         )
-
-    @property
-    def _starts(self) -> Any:
-        """(pieces,) position of the first token of each piece."""
-        return self.plain.cached("piece starts", lambda: self.plain.to_index(self.own.starts))
-
-    @property
-    def _rows(self) -> Any:
-        """(pieces,) row of each piece."""
-        return self.plain.cached("piece rows", lambda: self.plain.to_index(self.own.rows))
 
     # Calls ------------------------------------------------------------------------------------------
     def run(
@@ -243,6 +236,7 @@ class Cut(RowCut):
         means = [safe_divide(xp, x, count) for x in losses]
         return tuple(means) if is_pair else means[0]
 
+    @not_compiled
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:

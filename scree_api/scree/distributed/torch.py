@@ -11,6 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from .pieces import WHOLE, KeyPlan
 
+#: Decorator of a function at which a compiler breaks the graph.
+not_compiled = torch.compiler.disable
+
 
 class Group:
     """The ranks over which rows are cut.
@@ -39,19 +42,18 @@ class Group:
         self.group = mesh
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
 
-    @torch.compiler.disable
+    @not_compiled
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return (size, ...) the equally shaped tensors of all ranks."""
         return _AllGather.apply(x, self)
 
-    @torch.compiler.disable
+    @not_compiled
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, without gradient."""
         total = x.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
 
-    @torch.compiler.disable
     def exchange(
         self, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
