@@ -55,7 +55,8 @@ def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Ar
     Notes
     -----
     The offsets are read once per layout. Second derivatives of `attention` and of reductions of
-    shards are not supported. Under `torch.compile` the communication breaks the graph.
+    shards are not supported. Under `torch.compile` the graph breaks at `attention`; call `shard`
+    outside of compiled functions.
 
     Examples
     --------
