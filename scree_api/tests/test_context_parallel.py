@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import scree
 from scree.distributed import shard, unshard
 from scree.distributed.pieces import cut_rows
+from scree.ops.attention import AttentionCall
 
 WINDOWS = [(True, None), (True, 5), (False, None), (False, (3, 2)), (False, (None, 4))]
 
@@ -39,6 +40,7 @@ def compare(
     lengths: np.ndarray,
     ragged: int,
     mesh: Any,
+    exchange: str | None = None,
 ) -> None:
     """Compare results and gradients on shards and on whole rows.
 
@@ -50,13 +52,13 @@ def compare(
         inputs = [x.clone().requires_grad_() for x in leaves]
         base = scree.from_lengths(inputs[0], lengths)
         arrays = [base, *(base.with_values(x) for x in inputs[1:ragged])]
-        arrays = [shard(x, mesh) if is_shard else x for x in arrays]
+        arrays = [shard(x, mesh, exchange=exchange) if is_shard else x for x in arrays]
         outputs = compute(*arrays, *inputs[ragged:])
         loss = torch.zeros((), dtype=torch.float64)
         for i, x in enumerate(outputs):
             if isinstance(x, scree.Array):
                 weights = base.with_values(random(100 + i, *unshard_if(x).shape))
-                weights = shard(weights, mesh) if is_shard else weights
+                weights = shard(weights, mesh, exchange=exchange) if is_shard else weights
                 finite = torch.where(torch.isfinite(x.values), x.values, 0.0)
                 loss = loss + (finite * weights.values).sum()
             else:  # each rank has the result of all; one rank has the loss of it
@@ -114,6 +116,37 @@ def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
         3,
         mesh,
     )
+
+
+def check_heads(mesh: Any, size: int) -> None:
+    """Exchange heads for tokens, which all masks and slopes allow."""
+    lengths = make_lengths(2)
+    total, heads = int(lengths.sum()), (2 * size, size)
+    leaves = [random(i, total, h, 4) for i, h in enumerate((*heads, heads[1]))]
+    slopes = random(3, lengths.size, heads[0]).abs()
+    for causal, window in WINDOWS:
+
+        def attend(
+            q: Any, k: Any, v: Any, sinks: Any, causal: bool = causal, window: Any = window
+        ) -> list[Any]:
+            options: Any = {"causal": causal, "window": window, "sinks": sinks}
+            return list(scree.attention(q, k, v, alibi_slopes=slopes, return_lse=True, **options))
+
+        compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
+    x = shard(scree.from_lengths(leaves[0][:, :1], lengths), mesh, exchange="heads")
+    with pytest.raises(ValueError, match="exchange: expected the number of ranks"):
+        scree.attention(x, x, x)
+    # With as many key heads as heads, more than two ranks send less as heads.
+    for kv_heads, is_less in ((16 * size, size > 2), (size, False)):
+        call = AttentionCall(
+            *(
+                scree.from_lengths(torch.zeros(4, h, 8), [4])
+                for h in (16 * size, kv_heads, kv_heads)
+            ),
+            causal=True,
+        )
+        cut: Any = shard(scree.from_lengths(torch.zeros(4096), [4096]), mesh).layout.cut
+        assert cut._exchanges_heads(call) == is_less
 
 
 def check_functions(mesh: Any, seed: int) -> None:
@@ -224,6 +257,8 @@ def check_refusals(mesh: Any) -> None:
             x + other
     with pytest.raises(TypeError, match="mesh: expected a torch"):
         shard(arr, 3)
+    with pytest.raises(ValueError, match="exchange: expected 'keys', 'heads' or None"):
+        shard(arr, mesh, exchange="ring")
     with pytest.raises(TypeError, match="arr: expected a ragged array of torch"):
         shard(scree.from_lengths(np.ones(3), [3]), mesh)
     # Pytrees keep the cut: FSDP2 casts the inputs of modules by them.
@@ -335,6 +370,7 @@ def work(rank: int, folder: Path) -> None:
         if rank < (4, 3, 2)[i]:
             check_attention(group, range(2 * i, 12, 6))
             check_functions(group, (0, 5, 2)[i])
+            check_heads(group, (4, 3, 2)[i])
     if rank < 2:
         check_compile(groups[2])
     check_refusals(mesh)

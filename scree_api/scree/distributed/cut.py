@@ -62,10 +62,12 @@ class Cut(RowCut):
         The pieces of all ranks.
     own
         The pieces of this rank.
+    exchange
+        "keys", "heads" or None; see `shard`.
     """
 
-    def __init__(self, whole: Layout, group: Group, pieces: Pieces) -> None:
-        self.group, self.pieces = group, pieces
+    def __init__(self, whole: Layout, group: Group, pieces: Pieces, exchange: str | None) -> None:
+        self.group, self.pieces, self.exchange = group, pieces, exchange
         lib, like = whole.backend, whole.offsets
         self._lengths = np.diff(whole.read_offsets()).astype(np.int64)
         self.whole = Layout.from_host_lengths(lib, self._lengths, like=like)
@@ -85,6 +87,7 @@ class Cut(RowCut):
             return self is other
         return (
             self.group.group is other.group.group
+            and self.exchange == other.exchange
             and np.array_equal(self._lengths, other._lengths)
             and np.array_equal(self.pieces.stops, other.pieces.stops)
             and np.array_equal(self.pieces.ranks, other.pieces.ranks)
@@ -247,10 +250,12 @@ class Cut(RowCut):
         call = AttentionCall(**plain, **options)
         if not self.is_cut:
             return self._restore("attention", layout, operation.run(plain, options, kernel))
+        if self._exchanges_heads(call):
+            return self._attention_of_heads(operation, call, layout, options, kernel)
         slopes = call.alibi_slopes
         if slopes is not None and not call.causal:
             raise ValueError(
-                "alibi_slopes: expected causal=True for shards, got causal=False; unshard q, k and v"
+                "alibi_slopes: expected causal=True for shards, got causal=False; use shard(..., exchange='heads')"
             )
         if slopes is not None and len(slopes.shape) == 2:
             slopes = xp.take(slopes, self._rows, axis=0)
@@ -281,6 +286,69 @@ class Cut(RowCut):
             outputs = [xp.take(x, inverse, axis=0) for x in outputs]
         shards = [Array.from_layout(x, layout) for x in outputs]
         return tuple(shards) if call.return_lse else shards[0]
+
+    def _exchanges_heads(self, call: AttentionCall) -> bool:
+        """Return whether all ranks exchange heads for tokens, instead of sending keys."""
+        size, heads, kv_heads = self.group.size, call.num_heads, call.num_kv_heads
+        fits = kv_heads % size == 0
+        if self.exchange == "heads" and not fits:
+            raise ValueError(
+                f"exchange: expected the number of ranks, {size}, to divide the number of key heads for 'heads', "
+                f"got {kv_heads}; use exchange='keys'"
+            )
+        if self.exchange is not None or not fits:
+            return self.exchange == "heads"
+        # Tokens that a rank receives, at most: all of the cut rows, or the windows of two chunks.
+        left, right = call.window
+        is_cut = np.ones(self._lengths.size, bool)
+        is_cut[self.pieces.rows[self.pieces.lengths == self._lengths[self.pieces.rows]]] = False
+        tokens = self._lengths[is_cut] * (size - 1) / size
+        if left is not None and right is not None:
+            tokens = np.minimum(tokens, 2 * (left + right))
+        dim, value_dim = call.head_dim, int(call.v.values.shape[2])
+        sent_as_heads = self._lengths.sum() / size * (size - 1) / size * (heads + kv_heads)
+        return bool(sent_as_heads * (dim + value_dim) < tokens.sum() * kv_heads * (dim + value_dim))
+
+    def _attention_of_heads(
+        self,
+        operation: Any,
+        call: AttentionCall,
+        layout: Layout,
+        options: dict[str, Any],
+        kernel: str | None,
+    ) -> Any:
+        """Compute attention of whole rows for a part of the heads (Ulysses)."""
+        xp, group, whole = layout.xp, self.group, self.whole
+        counts, order, inverse = self._token_order()
+        q, k, v = (
+            Array.from_layout(
+                xp.take(group.tokens_of_all_ranks(x.values, counts), order, axis=0), whole
+            )
+            for x in (call.q, call.k, call.v)
+        )
+        slopes = call.alibi_slopes
+        if slopes is not None:
+            heads = call.num_heads // group.size
+            slopes = slopes[..., group.rank * heads : (group.rank + 1) * heads]
+        result = operation.run({"q": q, "k": k, "v": v, "alibi_slopes": slopes}, options, kernel)
+        shards = [
+            Array.from_layout(
+                group.heads_of_all_ranks(xp.take(x.values, inverse, axis=0), counts), layout
+            )
+            for x in (result if call.return_lse else [result])
+        ]
+        return tuple(shards) if call.return_lse else shards[0]
+
+    def _token_order(self) -> tuple[list[int], Any, Any]:
+        """Return the tokens per rank, and where tokens of whole rows are by rank, and back."""
+
+        def make() -> tuple[list[int], Any, Any]:
+            indices = [self.whole_index(rank) for rank in range(self.group.size)]
+            inverse = np.concatenate(indices)
+            order = self.whole.to_index(np.argsort(inverse))
+            return [index.size for index in indices], order, self.whole.to_index(inverse)
+
+        return self.plain.cached("token order", make)
 
     def _key_plan(self, left: int | None, right: int | None) -> tuple[KeyPlan, list[QueryGroup]]:
         def make() -> tuple[KeyPlan, list[QueryGroup]]:
