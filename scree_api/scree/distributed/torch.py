@@ -63,7 +63,7 @@ class Group:
     def tokens_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Exchange heads for tokens: (own tokens, heads, dim) to (tokens, heads / size, dim).
 
-        The tokens are those of all ranks, by rank; `counts` has their numbers.
+        The tokens of all ranks are in the order of the ranks; `counts` has their numbers.
         """
         return _SwapHeads.apply(x, counts, self, True)
 
