@@ -20,6 +20,7 @@ NEEDS = {
     "kernels_triton/tests": "triton",
     "scree_api/scree/bridges/arrow.py": "pyarrow",
     "scree_api/scree/bridges/awkward.py": "awkward ragged",
+    "scree_api/scree/bridges/continuous_batching.py": "torch transformers",
     "scree_api/scree/bridges/flash_attn": "torch",
     "scree_api/scree/bridges/lists.py": "pandas",
     "scree_api/scree/bridges/scipy.py": "scipy",
@@ -29,12 +30,15 @@ NEEDS = {
     "scree_api/scree/bridges/varlen.py": "torch",
     "scree_api/tests/bridges/test_arrow.py": "pyarrow",
     "scree_api/tests/bridges/test_awkward.py": "awkward ragged",
+    "scree_api/tests/bridges/test_continuous_batching.py": "torch transformers",
     "scree_api/tests/bridges/test_flash_attn.py": "torch",
+    "scree_api/tests/bridges/test_flash_attn_raw.py": "torch",
     "scree_api/tests/bridges/test_flash_attn_versions.py": "torch",
     "scree_api/tests/bridges/test_minilm.py": "torch transformers",
     "scree_api/tests/bridges/test_scipy.py": "scipy",
     "scree_api/tests/bridges/test_torch.py": "torch",
     "scree_api/tests/bridges/test_transformers.py": "torch transformers",
+    "scree_api/tests/bridges/test_transformers_training.py": "torch transformers accelerate",
     "scree_api/tests/bridges/test_tensorflow_installed.py": "tensorflow",
     "scree_api/tests/test_call_cache.py": "torch",
     "scree_api/scree/distributed": "torch",
@@ -55,6 +59,8 @@ collect_ignore = [
 collect_ignore_glob = [
     "*/conftest.py",  # plug-ins, not modules with doctests
     "bench/scree_bench/*",
+    "conformance/upstream/*",  # needs checkouts of other projects
+    "clients/*",  # programs that need checkouts
     "docs/*",
     "kernels_triton/scree_triton/*",
     "noxfile.py",

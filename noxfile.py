@@ -129,6 +129,68 @@ def opinfo(session: nox.Session) -> None:
     )
 
 
+@nox.session(venv_params=["--system-site-packages"])
+def upstream_tests(session: nox.Session) -> None:
+    """Run the test files of FlashAttention, PyTorch, Liger-Kernel and quack through scree.
+
+    The arguments are checkouts of these projects: `upstream_tests -- flash_attn=DIR liger=DIR`.
+    Without arguments the session lists the projects, with their commits and licences. On a CPU it
+    runs a few cases of each test. An installed torch, which may have CUDA, is used.
+    """
+    session.install(
+        *("-c", "constraints.txt", "-e", ".[test,triton]", "-e", "conformance"),
+        *("einops>=0.8", "expecttest>=0.3", "transformers>=5", "pytest-xdist>=3"),
+    )
+    session.run("python", "conformance/upstream/run.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("version", ["5.17", "5.20", "5.23"])
+def transformers(session: nox.Session, version: str) -> None:
+    """Test the continuous batching of transformers on the versions that decide by a name."""
+    install(session, "torch")
+    session.install(f"transformers=={version}.*")
+    session.run("pytest", "scree_api/tests/bridges/test_continuous_batching.py", *session.posargs)
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Run programs of other projects on scree, on the CPU, from checkouts in one folder.
+
+    `clients -- FOLDER` runs the script of every checkout that the folder has; see docs/clients.md.
+    """
+    if len(session.posargs) != 1:
+        session.error("expected the folder of the checkouts: nox -s clients -- FOLDER")
+    install(session, "torch")
+    session.install("accelerate", "datasets", "filelock", "scikit-learn")  # TRL and encoders
+    session.install("spmd_types", "torchdata", "tyro")  # torchtitan
+    tokens = str(Path(session.create_tmp()) / "tokens.json")
+    for name, runs in {
+        "nano-vllm": [
+            ("nano_vllm.py", "--attention", "torch", "--write", tokens),
+            ("nano_vllm.py", "--attention", "scree", "--compare", tokens),
+        ],
+        "nanochat": [("nanochat.py",)],
+        "modded-nanogpt": [("modded_nanogpt.py",)],
+        "torchtitan": [("torchtitan.py",)],
+        "trl": [("trl_sft.py",)],
+        "sentence-transformers": [("sentence_encoders.py",)],
+    }.items():
+        checkout = Path(session.posargs[0]) / name
+        if not checkout.is_dir():
+            session.warn(f"no checkout {checkout}")
+            continue
+        for script, *options in runs:
+            session.run("python", f"clients/{script}", str(checkout), *options)
+
+
+@nox.session
+def curves(session: nox.Session) -> None:
+    """Train the same model on PyTorch, JAX and MLX for 50 steps; the losses must agree to 1e-3."""
+    session.install("-c", "constraints.txt", "-e", ".[torch,jax,mlx,train]")
+    session.run("python", "scree_api/tests/compare_curves.py", *session.posargs)
+
+
 @nox.session
 def tensorflow(session: nox.Session) -> None:
     """Test the bridge to TensorFlow, in a separate environment because of its size."""

@@ -45,6 +45,7 @@ GROUPS: dict[str, str] = {
     "Bridges: models": """
         bridges.from_hf_padded bridges.to_hf_padded bridges.from_hf_flattened
         bridges.to_hf_flattened bridges.transformers bridges.transformers.register
+        bridges.transformers.register_continuous_batching
         bridges.varlen bridges.varlen.varlen_attn bridges.varlen.varlen_attn_out
         bridges.from_block_table bridges.to_block_table bridges.from_flashinfer
         bridges.to_flashinfer bridges.slot_mapping""",
@@ -90,6 +91,7 @@ MODULES = {
 #: Functions that only a module of `scree.bridges` offers.
 IN_MODULES = (
     "bridges.transformers.register",
+    "bridges.transformers.register_continuous_batching",
     "bridges.flash_attn.flash_attn_func",
     "bridges.flash_attn.flash_attn_kvpacked_func",
     "bridges.flash_attn.flash_attn_qkvpacked_func",

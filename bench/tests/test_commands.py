@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 #: Relative error of products and sums of stored numbers, which have six digits.
 ROUNDED = 2e-5
 TORCH = find_spec("torch") is not None
-NEEDS_TORCH = ("norms", "kernels", "block", "model", "collectives")
+NEEDS_TORCH = ("norms", "kernels", "block", "model", "train", "collectives")
 EAGER = ",".join(name for name in ("numpy", "torch") if find_spec(name))
 LAZY = [name for name, module in (("jax", "jax"), ("mlx", "mlx")) if find_spec(module)]
 
@@ -221,6 +221,13 @@ def attends_to_every_page(result: Result) -> None:
             )
 
 
+def has_one_first_loss_in_all_forms(result: Result) -> None:
+    losses = {row.who: row.values["first_loss_value"] for row in result.rows}
+    assert losses["scree"] == pytest.approx(losses["padded"], rel=1e-5)
+    assert losses["scree"] == pytest.approx(losses["padded sorted"], rel=1e-5)
+    assert losses["windows"] != losses["scree"]  # attention across documents
+
+
 #: Subcommand -> what must hold of its results.
 CHECKS = {
     "decode": (attends_to_every_page,),
@@ -231,6 +238,7 @@ CHECKS = {
     "norms": (is_right_within_some_roundings,),
     "kernels": (is_right_within_some_roundings,),
     "model": (has_one_loss_ragged_and_padded, adds_up_to_whole_steps),
+    "train": (has_one_first_loss_in_all_forms,),
     "block": (is_right_in_every_form,),
     "collectives": (counts_what_links_carry,),
 }

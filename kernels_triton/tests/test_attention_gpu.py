@@ -546,6 +546,26 @@ def test_compiled(dim):
         assert distance(x, y.double()) < 1e-2
 
 
+@pytest.mark.parametrize("lengths", [(20,) * 1000, (5000, 3), (5000,) + (20,) * 1000], ids=len)
+def test_compiled_function_takes_the_tiles_of_eager_calls(lengths):
+    """Short rows share tiles and long rows have their own, which differ in the last bits."""
+    from scree_triton.attention.interface import attention
+
+    case = Case(bf16, 64, 64, 4, 2, lengths, causal=True)
+    p = problem(case, "cuda")
+
+    def program(q, k, v):
+        return attention(q, k, v, p.cu_q, p.cu_q, causal=True, scale=0.125, max_length=max(lengths))
+
+    inputs = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    results = []
+    for function in (program, torch.compile(program, fullgraph=True)):
+        out = function(*inputs)
+        results.append((*out, *torch.autograd.grad(out, inputs, (p.dout, p.dlse))))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("dim", [64, 80])
 def test_operator(dim):
     """The operators' fakes, autograd and schemas pass opcheck."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import scree
-from scree_triton.attention import paged
+from scree.ops.append_paged import AppendPagedCall, RopeOptions
+from scree.ops.paged_attention import PagedAttentionCall
+from scree_triton.attention import append_paged, paged
 from scree_triton.runtime.device import INTERPRETED, device_info
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -272,6 +274,60 @@ def test_split_size_makes_the_bits_of_a_row_independent_of_others(others):
     a = scree.paged_attention(alone, *caches, first, lengths[:1], **options)
     b = scree.paged_attention(q, *caches, table, lengths, **options)
     assert torch.equal(a.values[0], b.values[0])
+
+
+def beside_unused_pages(caches, table, is_dense):
+    """Return a page table in memory that names a page of NaN after each row."""
+    counts = table.lengths.cpu().tolist()
+    nan_page = int(np.setdiff1d(np.arange(len(caches[0])), table.values.cpu().numpy())[0])
+    if is_dense:
+        buffer = scree.to_padded(table, fill_value=nan_page, length=max(counts) + 3)[0]
+        return buffer[:, : max(counts)]
+    values = torch.cat([table.values, torch.full_like(table.values[:1], nan_page).expand(8)])
+    return scree.Array(values[: table.values.shape[0]], table.offsets)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize(
+    "q_lengths, options",
+    [((1, 1), {}), ((1, 1), {"split_size": 64}), ((1, 40), {"causal": False})],
+    ids=str,
+)
+def test_paged_attention_length_beyond_the_pages_ends_with_them(q_lengths, is_dense, options):
+    """The host cannot check lengths on a device, and the kernel reads no entry of another row."""
+    kv_lengths = (64, 80) if not is_dense else (80, 80)
+    caches, table, lengths, rows = make_cache(kv_lengths, 16, 2, (16, 16), torch.float32)
+    page_table = beside_unused_pages(caches, table, is_dense)
+    q, queries = make_queries(q_lengths, 4, 16, torch.float32)
+    call = PagedAttentionCall(q, *caches, page_table, lengths, return_lse=True, **options)
+    attend = paged.prepare_paged_attention(call)
+    lengths += torch.tensor([100, 5000], device=DEVICE)
+    got = attend(q, *caches, page_table, lengths, None, None, None)
+    check(got, queries, *rows, torch.float32, options)
+
+
+@pytest.mark.usefixtures("cut_prefill")
+def test_prefill_in_parts_of_length_beyond_the_pages_ends_with_them():
+    test_paged_attention_length_beyond_the_pages_ends_with_them((1, 70), True, {})
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("rope", [None, RopeOptions(rotary_dim=16)])
+def test_append_paged_token_beyond_the_pages_is_not_written(is_dense, rope):
+    caches, table, lengths, _ = make_cache((8, 8), 4, 2, (16, 16), torch.float32)
+    page_table = beside_unused_pages(caches, table, is_dense)
+    k = scree.from_lengths(draw(4, 2, 16, dtype=torch.float32, seed=1), [2, 2])
+    q = None if rope is None else k
+    call = AppendPagedCall(*caches, k, k, page_table, lengths, q=q, rope=rope)
+    append = append_paged.prepare_append_paged(call)
+    lengths.copy_(torch.tensor([9, 1]))  # the positions are 7 and 8, and -1 and 0
+    before = [x.clone() for x in caches]
+    append(k, k, q, *caches, page_table, lengths)
+    written = [(x != y) & ~x.isnan() for x, y in zip(caches, before)]
+    pages = table.values.cpu().tolist()
+    places = [(pages[1], 3), (pages[2], 0)]  # position 7 of row 0, and position 0 of row 1
+    for x in written:
+        assert sorted({(i, j) for i, j, *_ in x.nonzero().tolist()}) == sorted(places)
 
 
 def test_strided_caches_and_heads_in_front():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import importlib
 import operator
 import pickle
 import weakref
@@ -146,6 +147,18 @@ def test_compat_finds_the_namespace(name: str) -> None:
     arr = lib.r(ROWS)
     assert arr.__array_namespace__() is scree.namespace(arr) is scree.namespace(lib.f(1), 1.0, None)
     assert array_api_compat.array_namespace(arr) is scree.namespace(arr)
+
+
+@pytest.mark.parametrize("convert", ["tensor", "as_tensor", "asarray", "from_dlpack"])
+@pytest.mark.parametrize("name", NAMES)
+def test_conversion_to_a_tensor_raises(name: str, convert: str) -> None:
+    """With one token per row, PyTorch would take the rows for a sequence of numbers."""
+    library = importlib.import_module("torch") if "torch" in NAMES else np
+    function = getattr(library, convert, np.asarray)
+    with pytest.raises(
+        TypeError, match=r"a ragged array is not a (dense|NumPy) array: use arr\.values"
+    ):
+        function(load(name).r([1, 1, 1]))
 
 
 def test_to_device_moves_both_parts(arr: scree.Array) -> None:

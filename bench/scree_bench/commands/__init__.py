@@ -11,6 +11,7 @@ MEASURING = (
     "kernels",
     "block",
     "model",
+    "train",
     "precision",
     "collectives",
     "ratios",

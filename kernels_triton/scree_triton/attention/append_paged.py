@@ -88,7 +88,7 @@ def _rotate_token(
         copy_rest(X, OUT, first, 1, HEADS, 0, stride, 0, out_stride, DIM, ROTARY_DIM, REST, BLOCK_H)
 
 
-@triton.jit(do_not_specialize=("n", "table_width", "table_rows"))
+@triton.jit(do_not_specialize=("n", "table_width", "capacity", "table_rows"))
 def append_paged_kernel(
     K_PAGES,
     V_PAGES,
@@ -116,6 +116,7 @@ def append_paged_kernel(
     stride_qh,
     n,
     table_width,
+    capacity,
     table_rows,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -154,33 +155,41 @@ def append_paged_kernel(
     if row < n:
         position = tl.load(KV_LENGTHS + row) - (tl.load(OFFSETS + row + 1) - token)
         if IS_RAGGED:
-            PAGES += tl.load(PAGE_OFFSETS + row).to(tl.int64)
+            first_page = tl.load(PAGE_OFFSETS + row).to(tl.int64)
+            PAGES += first_page
+            room = (tl.load(PAGE_OFFSETS + row + 1) - first_page) * PAGE_SIZE
         else:
             PAGES += row.to(tl.int64) * table_width
-        page = tl.load(PAGES + position // PAGE_SIZE).to(tl.int64)
+            room = capacity
+        # A token before the first page or after the last one is not written.
+        is_inside = (position >= 0) & (position < room)
+        page = tl.load(PAGES + position // PAGE_SIZE, mask=is_inside, other=0).to(tl.int64)
         place = (position % PAGE_SIZE).to(tl.int64)
         K_PAGES += page * stride_kp + place * stride_ks
         V_PAGES += page * stride_vp + place * stride_vs
-        _copy_token(
-            V + token * stride_vt, V_PAGES, stride_vth, stride_vh, HEADS, DIM_V, BLOCK_H, BLOCK_DV
-        )
+        if is_inside:
+            _copy_token(
+                V + token * stride_vt, V_PAGES, stride_vth, stride_vh, HEADS, DIM_V, BLOCK_H,
+                BLOCK_DV,
+            )  # fmt: skip
         K += token * stride_kt
         if ROTARY_DIM > 0:
             cos, sin = angles(
                 position + tl.zeros([HALF], tl.int64), 1, COS, SIN, table_rows, BASE, INTERCEPT,
                 PER_PAIR, PER_TURN, SLOWDOWN, ATTENTION_FACTOR, TABLES, ROTARY_DIM, HALF, 1,
             )  # fmt: skip
-            _rotate_token(
-                K, K_PAGES, cos, sin, stride_kth, stride_kh, HEADS, DIM, ROTARY_DIM, HALF, REST,
-                BLOCK_H, INTERLEAVED,
-            )  # fmt: skip
+            if is_inside:
+                _rotate_token(
+                    K, K_PAGES, cos, sin, stride_kth, stride_kh, HEADS, DIM, ROTARY_DIM, HALF,
+                    REST, BLOCK_H, INTERLEAVED,
+                )  # fmt: skip
             if Q_HEADS > 0:
                 Q_OUT += token * (Q_HEADS * DIM)
                 _rotate_token(
                     Q + token * stride_qt, Q_OUT, cos, sin, stride_qh, DIM, Q_HEADS, DIM,
                     ROTARY_DIM, HALF, REST, BLOCK_Q, INTERLEAVED,
                 )  # fmt: skip
-        else:
+        elif is_inside:
             _copy_token(K, K_PAGES, stride_kth, stride_kh, HEADS, DIM, BLOCK_H, BLOCK_D)
 
 
@@ -214,6 +223,7 @@ class AppendArgs:
     stride_qh: Stride
     n: Number
     table_width: Number
+    capacity: Number
     table_rows: Number
 
 
@@ -331,6 +341,8 @@ def _prepare(
         stride_qh=stride_qh,
         n=n,
         table_width=0 if is_ragged else pages.stride(0),
+        # The kernel reads the pages of a row of a ragged table.
+        capacity=0 if is_ragged else min(pages.shape[1] * k_pages.shape[1], (1 << 31) - 1),
         table_rows=0 if cos is None else cos.shape[0],
     )
     launch, new = _launch(shape), empty(k.device.type)

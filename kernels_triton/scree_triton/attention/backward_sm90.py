@@ -1159,6 +1159,7 @@ def _dkdv_step(
         infinite = gl.where(is_finite, 0, 1)
         if SOFTCAP:
             infinite = gl.maximum(infinite, find_infinite_tokens(q_smem, stage, COLUMN, PARTS))
+        excluded = gl.where(lse > float("-inf"), infinite, 1)
     if ALIBI:  # queries after the end of the row have no scores, and so no bias
         lse = gl.where(offs_m < remaining_q, lse, float("inf"))
     capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
@@ -1173,16 +1174,18 @@ def _dkdv_step(
     if MERGED:
         if HAS_DK:
             dp = warpgroup_mma_wait(0, deps=(dp,))
-        if gl.max(infinite, 0) > 0:
-            # Such a query adds NaN to its own row, and nothing to other rows.
+        if gl.max(excluded, 0) > 0:
+            # An infinite query adds NaN to its own row, and nothing to other rows. A query without
+            # a valid key adds nothing, also if its numbers, which no score shows, are infinite.
             is_infinite = infinite[None, :] > 0
             p = gl.where(is_infinite & is_between(offs_m, first_query, end_query), float("nan"), p)
-            capped = gl.where(is_infinite, 0.0, capped)
-            zero_tokens(do_smem, stage, infinite, PARTS_V)
+            is_excluded = excluded[None, :] > 0
+            capped = gl.where(is_excluded, 0.0, capped)
+            zero_tokens(do_smem, stage, excluded, PARTS_V)
             if HAS_DK:
-                dp = gl.where(is_infinite, 0.0, dp)
-                delta = gl.where(infinite > 0, 0.0, delta)
-                zero_tokens(q_smem, stage, infinite, PARTS)
+                dp = gl.where(is_excluded, 0.0, dp)
+                delta = gl.where(excluded > 0, 0.0, delta)
+                zero_tokens(q_smem, stage, excluded, PARTS)
     if HAS_DV:
         if not HAS_DK:
             mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)

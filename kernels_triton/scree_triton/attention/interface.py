@@ -36,6 +36,7 @@ from .launch_configs import (
     usual_tile_sizes,
 )
 from .paged import is_decoding, prepare_decoding
+from .tile_configs import SHORT_SEQLEN
 from .tile_scheduler import FIELDS, UNBOUNDED, max_tiles, schedule_tiles
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -499,16 +500,17 @@ def _schedule_fake(cu, attended_cu, total, dtype, head_dim, head_dim_v, kernel, 
 schedule_op = define_operator("attention_schedule", _schedule_operator, _schedule_fake)
 
 
-def _layout(cu_q: torch.Tensor, cu_k: torch.Tensor) -> VarlenLayout:
+def _layout(cu_q: torch.Tensor, cu_k: torch.Tensor, max_length: int) -> VarlenLayout:
     """Return the layout of an operator's arguments.
 
     They lose their identity, so equal memory identifies the same offsets. The cache lives as long
-    as the call. A kernel whose tile size is not the usual one makes its own schedule.
+    as the call. A kernel whose tile size is not the usual one makes its own schedule. For a few
+    short rows that would take longer than smaller tiles save, so their bound is raised.
     """
     same = (
         cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
     )
-    return VarlenLayout(cu_q, cu_q if same else cu_k, {})
+    return VarlenLayout(cu_q, cu_q if same else cu_k, {}, max(max_length, SHORT_SEQLEN + 1))
 
 
 def _forward_operator(
@@ -527,13 +529,13 @@ def _forward_operator(
     softcap: float,
     dropout: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap, dropout)
+    layout = _layout(cu_q, cu_k, max_length)
+    spec = AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
     layout.cache[layout.query_key(q.shape[0], sizes.forward, spec)] = tiles, None
     config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
-    rows = layout._replace(max_seqlen=max_length)
 
-    @falls_back_to(lambda *args: _other_forward(config, rows, spec, *args))
+    @falls_back_to(lambda *args: _other_forward(config, layout, spec, *args))
     def run(*args: Any) -> Any:
         return config.forward(*args[:4], layout, spec, *args[4:])
 
@@ -566,14 +568,14 @@ def _backward_operator(
     softcap: float,
     dropout: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap, dropout)
+    layout = _layout(cu_q, cu_k, max_length)
+    spec = AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
     layout.cache[layout.query_key(q.shape[0], sizes.dq, spec)] = query_tiles, None
     layout.cache[layout.key_key(k.shape[0], sizes.dkdv, spec)] = key_tiles, None
     config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
-    rows = layout._replace(max_seqlen=max_length)
 
-    @falls_back_to(lambda *args: _other_backward(config, rows, spec, *args))
+    @falls_back_to(lambda *args: _other_backward(config, layout, spec, *args))
     def run(*args: Any) -> Any:
         return config.backward(*args[:8], layout, spec, *args[8:])
 

@@ -31,6 +31,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Rows of the tile of queries of `decode_kernel`: at least what a matrix product takes, and at most
 #: what the registers hold beside the keys.
 _MIN_ROWS, _MAX_ROWS, _MAX_SHARED_ROWS = 16, 64, 8
+_MAX_LENGTH = (1 << 31) - 1
 #: Rows up to which CTAs of `decode_kernel` have one key head each.
 _FEW_ROWS = 8
 #: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
@@ -126,12 +127,14 @@ class DecodeArgs:
     softcap: Number
     value_scale: Number
     table_width: Number
+    capacity: Number
 
 
 @launch_args
 class CombineArgs:
     """Arguments of `combine_kernel`."""
 
+    PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
     Q_OFFSETS: Pointer
     OUT: Pointer
@@ -139,6 +142,7 @@ class CombineArgs:
     PARTIAL: Pointer
     n: Number
     window_left: Number
+    capacity: Number
 
 
 @launch_args
@@ -174,12 +178,14 @@ class PrefillArgs:
     softcap: Number
     value_scale: Number
     table_width: Number
+    capacity: Number
 
 
 @launch_args
 class CombinePrefillArgs:
     """Arguments of `combine_prefill_kernel`."""
 
+    PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
     Q_OFFSETS: Pointer
     OUT: Pointer
@@ -189,6 +195,7 @@ class CombinePrefillArgs:
     bisections: Number
     window_left: Number
     window_right: Number
+    capacity: Number
 
 
 class Spec(NamedTuple):
@@ -292,7 +299,6 @@ class _LaunchConfig:
         )
         schedule = dict(
             SPLIT=self.split,
-            IS_PAGED=shape.page_size > 0,
             LENGTHS=shape.rows_at_a_time,
             MANY=shape.has_many_rows,
             SLOTS=self.slots,
@@ -327,8 +333,7 @@ class _LaunchConfig:
                 BLOCK_DV=block_dv,
                 ROWS=self.rows,
                 BLOCK_N=block_n,
-                HAS_LEFT=options["HAS_LEFT"],
-                WRITE_LSE=spec.return_lse,
+                **{x: options[x] for x in ("PAGE_SIZE", "IS_RAGGED", "HAS_LEFT", "WRITE_LSE")},
             )
             | schedule
             | dict(
@@ -345,7 +350,9 @@ class _LaunchConfig:
         self.sm_count = device.sm_count
         tiles = dict(DECODE_ROWS=self.rows, BLOCK_M=_PREFILL_ROWS, BLOCK_N=prefill.columns)
         combined = dict(HEAD_DIM_V=shape.head_dim_v, BLOCK_DV=block_dv)
-        combined_options = {x: options[x] for x in ("HAS_LEFT", "HAS_RIGHT", "WRITE_LSE")}
+        combined_options = {
+            x: options[x] for x in ("PAGE_SIZE", "IS_RAGGED", "HAS_LEFT", "HAS_RIGHT", "WRITE_LSE")
+        }
 
         @cache
         def prefill_launches(parts: int) -> tuple[Launch, Launch]:
@@ -397,6 +404,9 @@ class _LaunchConfig:
         stride_qt, stride_qh, _ = q.stride()
         stride_kp, stride_kt, stride_kh, _ = (0,) * (4 - k.ndim) + k.stride()
         stride_vp, stride_vt, stride_vh, _ = (0,) * (4 - v.ndim) + v.stride()
+        # A row of a dense table; the kernels read the pages of a row of a ragged one.
+        width = pages.shape[1] if pages.ndim == 2 else 0
+        capacity = min(width * shape.page_size, _MAX_LENGTH)
         numbers = dict(
             stride_qt=stride_qt,
             stride_qh=stride_qh,
@@ -413,6 +423,7 @@ class _LaunchConfig:
             softcap=spec.softcap,
             value_scale=spec.value_scale,
             table_width=0 if is_table_ragged else pages.stride(0),
+            capacity=capacity,
         )
         bisections = n.bit_length()
         prefill_numbers = numbers | dict(bisections=bisections)
@@ -438,6 +449,7 @@ class _LaunchConfig:
             CombineArgs,
             n=n,
             window_left=spec.left,
+            capacity=capacity,
         )
 
         def run(
@@ -483,6 +495,7 @@ class _LaunchConfig:
                 )
                 if prefill_size:
                     combine_prefill(
+                        PAGE_OFFSETS=page_offsets,
                         KV_LENGTHS=kv_lengths,
                         Q_OFFSETS=q_offsets,
                         OUT=out,
@@ -505,7 +518,12 @@ class _LaunchConfig:
                 PARTIAL=partial,
             )
             combine(
-                KV_LENGTHS=kv_lengths, Q_OFFSETS=q_offsets, OUT=out, LSE=lse_or_out, PARTIAL=partial
+                PAGE_OFFSETS=page_offsets,
+                KV_LENGTHS=kv_lengths,
+                Q_OFFSETS=q_offsets,
+                OUT=out,
+                LSE=lse_or_out,
+                PARTIAL=partial,
             )
             return out, lse
 

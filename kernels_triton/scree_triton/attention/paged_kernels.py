@@ -39,6 +39,7 @@ UNSPECIALIZED = (
     "softcap",
     "value_scale",
     "table_width",
+    "capacity",
 )
 
 
@@ -369,30 +370,51 @@ def _first_block(kv_length, q_length, window_left, HAS_LEFT: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _kv_length(KV_LENGTHS, row, is_row, IS_PAGED: tl.constexpr):
-    """Return the numbers of keys of rows."""
+def _kv_length(
+    KV_LENGTHS,
+    PAGE_OFFSETS,
+    row,
+    is_row,
+    capacity,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+):
+    """Return the numbers of keys of rows, at most the tokens of their pages.
+
+    A length beyond the pages would read after the row of the page table. `capacity` is the number of
+    tokens of a row of a dense table.
+    """
     length = tl.load(KV_LENGTHS + row, mask=is_row, other=0)
-    if not IS_PAGED:
+    if PAGE_SIZE == 0:
         length = tl.load(KV_LENGTHS + row + 1, mask=is_row, other=0) - length
+    elif IS_RAGGED:
+        pages = tl.load(PAGE_OFFSETS + row + 1, mask=is_row, other=0)
+        pages -= tl.load(PAGE_OFFSETS + row, mask=is_row, other=0)
+        length = tl.minimum(length, pages.to(tl.int64) * PAGE_SIZE)
+    else:
+        length = tl.minimum(length, capacity)
     return length.to(tl.int32)
 
 
 @triton.jit
 def _num_units(
     KV_LENGTHS,
+    PAGE_OFFSETS,
     Q_OFFSETS,
     row,
     is_row,
+    capacity,
     window_left,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SPLIT: tl.constexpr,
-    IS_PAGED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
 ):
     """Return the units of keys of decoded rows; 0 for other rows and for rows without queries."""
-    kv_length = _kv_length(KV_LENGTHS, row, is_row, IS_PAGED)
+    kv_length = _kv_length(KV_LENGTHS, PAGE_OFFSETS, row, is_row, capacity, PAGE_SIZE, IS_RAGGED)
     start = tl.load(Q_OFFSETS + row, mask=is_row, other=0)
     q_length = (tl.load(Q_OFFSETS + row + 1, mask=is_row, other=0) - start).to(tl.int32)
     blocks = tl.cdiv(kv_length, BLOCK_N)
@@ -406,15 +428,18 @@ def _num_units(
 @triton.jit
 def _total_units(
     KV_LENGTHS,
+    PAGE_OFFSETS,
     Q_OFFSETS,
     n,
+    capacity,
     window_left,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SPLIT: tl.constexpr,
-    IS_PAGED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
 ):
@@ -423,8 +448,8 @@ def _total_units(
     for start in range(0, n if MANY else 1, LENGTHS):
         row = start + tl.arange(0, LENGTHS)
         total += _num_units(
-            KV_LENGTHS, Q_OFFSETS, row, row < n, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT,
-            SPLIT, IS_PAGED,
+            KV_LENGTHS, PAGE_OFFSETS, Q_OFFSETS, row, row < n, capacity, window_left, GROUP, ROWS,
+            BLOCK_N, HAS_LEFT, SPLIT, PAGE_SIZE, IS_RAGGED,
         )  # fmt: skip
     return tl.sum(total)
 
@@ -432,16 +457,19 @@ def _total_units(
 @triton.jit
 def _find_row(
     KV_LENGTHS,
+    PAGE_OFFSETS,
     Q_OFFSETS,
     n,
     unit,
+    capacity,
     window_left,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SPLIT: tl.constexpr,
-    IS_PAGED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
 ):
@@ -451,8 +479,8 @@ def _find_row(
     for start in range(0, n if MANY else 1, LENGTHS):
         rows = start + tl.arange(0, LENGTHS)
         units = _num_units(
-            KV_LENGTHS, Q_OFFSETS, rows, rows < n, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT,
-            SPLIT, IS_PAGED,
+            KV_LENGTHS, PAGE_OFFSETS, Q_OFFSETS, rows, rows < n, capacity, window_left, GROUP, ROWS,
+            BLOCK_N, HAS_LEFT, SPLIT, PAGE_SIZE, IS_RAGGED,
         )  # fmt: skip
         # Rows before the unit come first: a block of rows counts if all rows before it do.
         is_before = (first + tl.cumsum(units, 0) <= unit) & (rows < n) & (row == start)
@@ -509,6 +537,7 @@ def decode_kernel(
     softcap,
     value_scale,
     table_width,
+    capacity,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -528,7 +557,6 @@ def decode_kernel(
     IS_NARROW: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     SPLIT: tl.constexpr,
-    IS_PAGED: tl.constexpr,
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -541,22 +569,25 @@ def decode_kernel(
 
     PARTIAL (parts, KV_HEADS, ROWS, HEAD_DIM_V + 4) gets the results of parts of rows, each followed
     by its log-sum-exp in base 2. Part ``2 * slot + 1`` begins with its row, part ``2 * slot`` does
-    not; with SPLIT the parts are the units. Without IS_PAGED, and with PAGE_SIZE = 0, the keys are
-    contiguous: PAGES is not read, and KV_LENGTHS has the offsets of their rows.
+    not; with SPLIT the parts are the units. With PAGE_SIZE = 0 the keys are contiguous: PAGES is
+    not read, and KV_LENGTHS has the offsets of their rows.
     """
     slot = tl.program_id(0) // (KV_HEADS // HEADS)
     head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
     total = _total_units(
         KV_LENGTHS,
+        PAGE_OFFSETS,
         Q_OFFSETS,
         n,
+        capacity,
         window_left,
         GROUP,
         ROWS,
         BLOCK_N,
         HAS_LEFT,
         SPLIT,
-        IS_PAGED,
+        PAGE_SIZE,
+        IS_RAGGED,
         LENGTHS,
         MANY,
     )
@@ -564,16 +595,19 @@ def decode_kernel(
     last = _first_unit(total, slot + 1, SLOTS)
     row, first = _find_row(
         KV_LENGTHS,
+        PAGE_OFFSETS,
         Q_OFFSETS,
         n,
         unit,
+        capacity,
         window_left,
         GROUP,
         ROWS,
         BLOCK_N,
         HAS_LEFT,
         SPLIT,
-        IS_PAGED,
+        PAGE_SIZE,
+        IS_RAGGED,
         LENGTHS,
         MANY,
     )
@@ -588,13 +622,15 @@ def decode_kernel(
     V += head.to(tl.int64) * stride_vh
     while unit < last:
         units = _num_units(
-            KV_LENGTHS, Q_OFFSETS, row, row < n, window_left, GROUP, ROWS, BLOCK_N, HAS_LEFT,
-            SPLIT, IS_PAGED,
+            KV_LENGTHS, PAGE_OFFSETS, Q_OFFSETS, row, row < n, capacity, window_left, GROUP, ROWS,
+            BLOCK_N, HAS_LEFT, SPLIT, PAGE_SIZE, IS_RAGGED,
         )  # fmt: skip
         if units > 0:
             stop = unit + 1 if SPLIT else tl.minimum(last, first + units)
-            kv_length = _kv_length(KV_LENGTHS, row, row < n, IS_PAGED)
-            keys = tl.cast(0, tl.int64) if IS_PAGED else tl.load(KV_LENGTHS + row).to(tl.int64)
+            kv_length = _kv_length(
+                KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
+            )
+            keys = tl.cast(0, tl.int64) if PAGE_SIZE else tl.load(KV_LENGTHS + row).to(tl.int64)
             q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
             q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
             blocks: tl.constexpr = SPLIT if SPLIT else 1
@@ -694,6 +730,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_kernel(
+    PAGE_OFFSETS,
     KV_LENGTHS,
     Q_OFFSETS,
     OUT,
@@ -701,16 +738,18 @@ def combine_kernel(
     PARTIAL,
     n,
     window_left,
+    capacity,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     SPLIT: tl.constexpr,
-    IS_PAGED: tl.constexpr,
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -730,30 +769,36 @@ def combine_kernel(
     row = tl.program_id(0) // (TILES * KV_HEADS)
     total = _total_units(
         KV_LENGTHS,
+        PAGE_OFFSETS,
         Q_OFFSETS,
         n,
+        capacity,
         window_left,
         GROUP,
         ROWS,
         BLOCK_N,
         HAS_LEFT,
         SPLIT,
-        IS_PAGED,
+        PAGE_SIZE,
+        IS_RAGGED,
         LENGTHS,
         MANY,
     )
     if BY_ROW:
         first = _total_units(
             KV_LENGTHS,
+            PAGE_OFFSETS,
             Q_OFFSETS,
             row,
+            capacity,
             window_left,
             GROUP,
             ROWS,
             BLOCK_N,
             HAS_LEFT,
             SPLIT,
-            IS_PAGED,
+            PAGE_SIZE,
+            IS_RAGGED,
             LENGTHS,
             MANY,
         )
@@ -762,22 +807,25 @@ def combine_kernel(
         slot = row
         end = _first_unit(total, slot + 1, SLOTS)
         row, first = _find_row(
-            KV_LENGTHS, Q_OFFSETS, n, tl.maximum(end - 1, 0), window_left, GROUP, ROWS, BLOCK_N,
-            HAS_LEFT, SPLIT, IS_PAGED, LENGTHS, MANY,
+            KV_LENGTHS, PAGE_OFFSETS, Q_OFFSETS, n, tl.maximum(end - 1, 0), capacity, window_left,
+            GROUP, ROWS, BLOCK_N, HAS_LEFT, SPLIT, PAGE_SIZE, IS_RAGGED, LENGTHS, MANY,
         )  # fmt: skip
         row = tl.minimum(row, n - 1)
     units = _num_units(
         KV_LENGTHS,
+        PAGE_OFFSETS,
         Q_OFFSETS,
         row,
         row < n,
+        capacity,
         window_left,
         GROUP,
         ROWS,
         BLOCK_N,
         HAS_LEFT,
         SPLIT,
-        IS_PAGED,
+        PAGE_SIZE,
+        IS_RAGGED,
     )
     if SPLIT:
         parts = units
@@ -928,6 +976,7 @@ def prefill_kernel(
     softcap,
     value_scale,
     table_width,
+    capacity,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -966,7 +1015,7 @@ def prefill_kernel(
     )
     if q_length == 0:
         return
-    kv_length = tl.load(KV_LENGTHS + row).to(tl.int32)
+    kv_length = _kv_length(KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED)
     offs_m = tl.arange(0, BLOCK_M)
     slope = (
         tl.load(SLOPES + head * GROUP + offs_m % GROUP) * LOG2E if ALIBI else offs_m.to(tl.float32)
@@ -1090,6 +1139,7 @@ def prefill_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_prefill_kernel(
+    PAGE_OFFSETS,
     KV_LENGTHS,
     Q_OFFSETS,
     OUT,
@@ -1099,6 +1149,7 @@ def combine_prefill_kernel(
     bisections,
     window_left,
     window_right,
+    capacity,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -1106,6 +1157,8 @@ def combine_prefill_kernel(
     DECODE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
@@ -1124,7 +1177,7 @@ def combine_prefill_kernel(
     )
     if q_length == 0:
         return
-    kv_length = tl.load(KV_LENGTHS + row).to(tl.int32)
+    kv_length = _kv_length(KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED)
     queries = tl.minimum(q_length - query, QUERIES)
     begin, _, _, end = _attended_keys(
         kv_length, kv_length - q_length + query, queries, window_left, window_right, BLOCK_N,

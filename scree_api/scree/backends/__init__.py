@@ -189,8 +189,9 @@ def is_array(x: Any) -> bool:
 
 
 def _is_standard(x: Any) -> bool:
-    # A ragged array has no DLPack, CuPy's arrays have no namespace.
-    return is_array_api_obj(x) and hasattr(x, "__dlpack_device__")
+    # CuPy's arrays have no namespace.
+    is_dense = hasattr(x, "__dlpack_device__") and not hasattr(x, "ragged_dim")
+    return is_dense and is_array_api_obj(x)
 
 
 def constant(f: F) -> F:

@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..array import Array
 from ..backends import backend
 from ..layout import Layout
 from ..ops.attention import attention, normalize_window
+from .continuous_batching import VERSION, WITHOUT_PREFIX, admit_name, paged_forward
 from .flash_attn import varlen_attention
+from .flash_attn.common import equal_rows
 
 #: Mask functions that `forward` does not need: it takes causality and the window from the layer,
 #: and the boundaries of sequences from the tokens.
@@ -44,6 +47,11 @@ CROSS_ATTENTION_SETTINGS = ("is_encoder_decoder", "add_cross_attention")
 GAPS_MESSAGE = (
     "attention_mask: expected padding before or after the tokens, "
     "a window does not support gaps between them"
+)
+
+PACKED_MESSAGE = (
+    "position_ids: expected one sequence per row in a compiled model, or a single row with "
+    "cu_seq_lens_q"
 )
 
 
@@ -76,6 +84,9 @@ def register(name: str = "scree") -> None:
     Arguments of transformers that scree does not support raise: position biases, attention weights,
     and masks other than causal, windowed, padded or packed.
 
+    A model compiled with ``fullgraph=True`` takes rows of one sequence, with or without a mask, and
+    a single row with ``cu_seq_lens_q``. Several sequences in one of several rows raise there.
+
     Encoders such as BERT find the sequences of a flattened batch only by ``cu_seq_lens_q``.
     Decoders find them by ``position_ids`` too.
 
@@ -98,6 +109,51 @@ def register(name: str = "scree") -> None:
             "use for example 'scree'"
         )
     AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+    if VERSION < WITHOUT_PREFIX:
+        AttentionInterface.register(f"paged|{name}", forward)
+
+
+def register_continuous_batching(name: str = "scree_flash2") -> None:
+    """Register scree as an attention implementation that `generate_batch` accepts.
+
+    `generate_batch` is the continuous batching of transformers. Up to 5.18 it accepts the name of
+    `register` too, but passes block tables only to names with "flash" and 2 or 3. From 5.19 on it
+    refuses other names. So this function uses such a name, and replaces the functions of
+    transformers that load FlashAttention by that name.
+
+    Parameters
+    ----------
+    name
+        Name to pass as ``attn_implementation``. It must have "flash" in it, and then 2 or 3.
+
+    Raises
+    ------
+    ValueError
+        If transformers would not accept the name.
+    RuntimeError
+        If scree was not tested with the installed version of transformers: 5.17 to 5.23 are
+        accepted.
+
+    Notes
+    -----
+    Models with windows, softcaps and sinks are supported, with the tokens of ``sdpa`` or ``eager``.
+    Windowed layers get block tables as well, which transformers itself does not give them.
+
+    Examples
+    --------
+    >>> import torch, transformers, scree
+    >>> scree.bridges.transformers.register_continuous_batching()
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...     num_attention_heads=2, attn_implementation="scree_flash2",
+    ... )
+    >>> config._attn_implementation
+    'scree_flash2'
+    """
+    admit_name(name)
+    for prefix in ("", "paged|"):
+        AttentionInterface.register(prefix + name, forward)
     AttentionMaskInterface.register(name, mask)
 
 
@@ -123,7 +179,7 @@ def mask(
     - None, if every row is one sequence without padding.
 
     Under a compiler neither a padded batch nor a single row is read. `forward` then finds the
-    sequences of a single row.
+    sequences of a single row. Each of several rows without a mask must be one sequence.
     """
     request = _MaskRequest(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device
@@ -132,14 +188,12 @@ def mask(
         return _inspected_mask(request)
     # Users and models may add functions of their own to a mask.
     is_extended = use_vmap or getattr(config, "attention_chunk_size", None)
-    may_be_packed = attention_mask is None and batch_size > 1
-    if (
-        is_extended
-        or may_be_packed
-        or mask_function.__name__ not in SUPPORTED_OUTERMOST
-        or not isinstance(q_offset, int)
-    ):
+    if is_extended or mask_function.__name__ not in SUPPORTED_OUTERMOST:
         return _uncompiled_mask(request)
+    if not isinstance(q_offset, int):  # a static cache
+        return _static_key_mask(request) if q_length == 1 else _uncompiled_mask(request)
+    if attention_mask is None and batch_size > 1 and mask_function.__name__ == "and_mask":
+        _assert_unpacked(request)
     return _key_mask(request, mask_function.__name__ != "bidirectional_mask_function")
 
 
@@ -185,6 +239,18 @@ def _inspected_mask(request: _MaskRequest) -> torch.Tensor | None:
 _uncompiled_mask = torch.compiler.disable(_inspected_mask)
 
 
+def _assert_unpacked(request: _MaskRequest) -> None:
+    """Raise on the device if a row has several sequences, without reading its positions.
+
+    A compiler cannot inspect the parts of the mask function. So the function is evaluated: every
+    token sees the token before it, unless a sequence starts there.
+    """
+    rows = torch.arange(request.batch_size, device=request.device)[:, None]
+    tokens = torch.arange(1, request.q_length, device=request.device)[None]
+    is_continued = request.function(rows, 0, tokens, tokens - 1)
+    torch._assert_async(is_continued.all(), PACKED_MESSAGE)
+
+
 def _key_mask(request: _MaskRequest, is_causal: bool) -> torch.Tensor | None:
     """Return (batch, keys) booleans, False for padding; None if no key is masked.
 
@@ -201,6 +267,17 @@ def _key_mask(request: _MaskRequest, is_causal: bool) -> torch.Tensor | None:
         return torch.ones(shape, dtype=torch.bool, device=request.device)
     mask = mask[:, request.kv_offset : request.kv_offset + num_keys]
     return torch.nn.functional.pad(mask, (0, num_keys - mask.shape[1])).to(torch.bool)
+
+
+def _static_key_mask(request: _MaskRequest) -> torch.Tensor:
+    """Return (batch, keys) booleans for one query per row, whose position is only on the device.
+
+    False for padding, and for the slots of a static cache after the query.
+    """
+    key_mask = _key_mask(request._replace(q_offset=request.kv_offset), is_causal=False)
+    slots = torch.arange(request.kv_length, device=request.device) + request.kv_offset
+    is_written = (slots <= request.q_offset).expand(request.batch_size, -1)
+    return is_written if key_mask is None else is_written & key_mask
 
 
 def _mask_parts(function: Any) -> Iterator[Any]:
@@ -238,7 +315,9 @@ def forward(
     Takes (batch, heads, length, head_dim) tensors; returns (batch, length, heads, value_dim), and
     None for the attention weights.
     """
-    _check_supported(module, kwargs)
+    cache = kwargs.get("cache")
+    is_paged = isinstance(cache, PagedAttentionCache)
+    _check_supported(module, {**kwargs, "cache": None} if is_paged else kwargs)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window: Any = kwargs.get("sliding_window") or None
     if window and not causal:
@@ -250,6 +329,16 @@ def forward(
         "softcap": softcap or None,
         "sinks": kwargs.get("s_aux"),
     }
+    if is_paged:
+        kwargs |= {
+            "position_ids": position_ids,
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k,
+            "max_length_q": max_length_q,
+            "max_length_k": max_length_k,
+        }
+        options["causal"] = True  # 5.17 does not say it
+        return paged_forward(module, query, key, value, options, **kwargs)[None], None
     batch, length = query.shape[0], query.shape[2]
     if dropout and (options["softcap"] is not None or options["sinks"] is not None):
         seed = torch.randint(2**63 - 1, (1,), device=query.device)
@@ -287,6 +376,10 @@ def forward(
         and (causal or attention_mask.shape[1] == length)
     ):
         out = compacted_attention(q, k, v, batch, attention_mask, options)
+    elif torch.compiler.is_compiling() and attention_mask is None and batch > 1:
+        queries = Array.from_layout(q, equal_rows(batch, length, q))
+        keys = Array.from_layout(k, equal_rows(batch, k.shape[0] // batch, k))
+        out = attention(queries, keys, keys.with_values(v), **options).values
     else:
         out = _uncompiled_attention(q, k, v, batch, attention_mask, position_ids, is_cross, options)
     return out.unflatten(0, (batch, length)), None
@@ -369,7 +462,8 @@ def compacted_attention(
         before_first = key_mask.new_zeros((batch, 1), dtype=torch.int8)
         is_start = torch.diff(key_mask.to(torch.int8), prepend=before_first) > 0
         torch._assert_async((is_start.sum(1) <= 1).all(), GAPS_MESSAGE)
-    query_mask = key_mask[:, num_keys - length :]
+    # In a static cache, slots after a single query have a mask too.
+    query_mask = key_mask.any(1, True) if length == 1 else key_mask[:, num_keys - length :]
     q_slots, q_offsets = _compact(query_mask)
     queries = Array(_scatter_tokens(q, q_slots), q_offsets, max_length=length)
     if length == num_keys == kv_length:

@@ -539,8 +539,6 @@ def test_kvcache_wrong_arguments_raise() -> None:
     check("^rotary_sin: expected both", new, new, rotary_cos=angle, cache_seqlens=1)
     check("^rotary_cos: expected at least 4 rows", new, new, angle, angle, cache_seqlens=3)
     check("^rotary_cos: expected 1 to 4 columns", new, new, draw(9, 5), draw(9, 5), 3)
-    check("^cache_seqlens: expected at most 6 tokens.*got 7 for sequence 0", cache_seqlens=7)
-    check("^cache_seqlens: expected at most 6 tokens", new, new, cache_seqlens=6)
     check("^cache_seqlens: expected shape", cache_seqlens=integers(1, 2, 3))
     check(
         "^cache_batch_idx: expected None with block_table",
@@ -553,6 +551,26 @@ def test_kvcache_wrong_arguments_raise() -> None:
         call(q, cache[:1], cache[:1])
     with pytest.raises(ValueError, match=r"^v_cache: expected shape"):
         call(q, cache, cache[:, :5])
+
+
+@pytest.mark.parametrize("module, table_name", [(v2, "block_table"), (v3, "page_table")])
+@pytest.mark.parametrize("lengths", [7, integers(2, 7)], ids=str)
+@pytest.mark.parametrize("has_new", [False, True])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_kvcache_sequence_longer_than_its_pages_raises(
+    module: Any, table_name: str, lengths: Any, has_new: bool, is_paged: bool
+) -> None:
+    q, cache, new = draw(2, 1, 4, 8), draw(2, 6, 2, 8), draw(2, 1, 2, 8)
+    options: dict[str, Any] = {"cache_seqlens": lengths - int(has_new)}
+    if has_new:
+        options |= {"k": new, "v": new}
+    if is_paged:
+        options[table_name] = torch.tensor([[0], [1]], dtype=torch.int32)
+    before = cache.clone()
+    match = rf"^cache_seqlens: expected at most 6 tokens .* {table_name}, got 7 for sequence [01]"
+    with pytest.raises(RuntimeError, match=match):
+        module.flash_attn_with_kvcache(q, cache, cache, **options)
+    assert torch.equal(cache, before)
 
 
 def test_kvcache_has_no_gradient() -> None:

@@ -234,6 +234,30 @@ def test_model_compiles_as_one_graph(name: str, backend: str) -> None:
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_rows_without_a_mask_compile_as_one_graph(name: str, use_cache: bool) -> None:
+    """As in the test of transformers, "can compile with attention_mask None without graph break"."""
+    torch.compiler.reset()
+    ids = torch.randint(3, 59, (3, 7), generator=torch.Generator().manual_seed(0))
+    plain = model(name, peers(name)[-1])
+    compiled_model = torch.compile(model(name, "scree"), backend="eager", fullgraph=True)
+    results = []
+    for f, module in ((compiled_model, model(name, "scree")), (plain, plain)):
+        out = f(ids, labels=ids, use_cache=use_cache)
+        out.loss.backward()
+        results.append([out.logits, *gradients(module)])
+    torch.testing.assert_close(*results)
+
+
+def test_compiled_rows_of_several_sequences_raise() -> None:
+    torch.compiler.reset()
+    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
+    compiled_model = torch.compile(model("llama", "scree"), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="position_ids: expected one sequence per row"):
+        compiled_model(positions + 5, position_ids=positions, use_cache=False)
+
+
 def test_compiled_window_with_gaps_raises() -> None:
     ids, mask = to_hf_padded(tokens())
     mask[2, 4] = 0
@@ -324,8 +348,6 @@ def test_unsupported_arguments_raise() -> None:
     )
     with pytest.raises(ValueError, match="sliding_window: expected the window from the layer too"):
         transformers.AutoModelForCausalLM.from_config(phimoe, attn_implementation="scree")(ids)
-    with pytest.raises(ValueError, match="is not supported"):  # the message of transformers
-        llama.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=2)
     with pytest.raises(ValueError, match="name: expected"):
         bridge.register("my_flash")
 

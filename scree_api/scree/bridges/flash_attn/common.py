@@ -173,13 +173,22 @@ def _equal_rows(batch: int, length: int, device: torch.device) -> Layout:
     return Layout(backend(offsets), offsets, total, length, host, has_no_tail=True)
 
 
-def keep_used(name: str, arr: Array, used: torch.Tensor) -> Array:
-    """Return the first ``used[i]`` tokens of each row i, without reading the device."""
-    layout = arr.layout
+def keep_used(
+    name: str, arr: Array, used: torch.Tensor, first: torch.Tensor | None = None
+) -> Array:
+    """Return the tokens from ``first[i]`` to ``used[i]`` of each row i, without reading the device.
+
+    `first` is 0 by default.
+    """
+    layout, starts = arr.layout, arr.offsets[:-1]
     check_shape(name, used, (arr.batch_size,), "one length per row")
     lengths = torch.minimum(used.to(layout.offsets.dtype), layout.lengths)
+    if first is not None:
+        check_shape("leftpad_k", first, (arr.batch_size,), "one position per row")
+        first = first.to(layout.offsets.dtype)
+        lengths, starts = (lengths - first).clamp(min=0), starts + first
     kept = layout.with_lengths(lengths, layout.total, layout.max_length)
-    return select(arr, kept, layout.offsets[:-1])
+    return select(arr, kept, starts)
 
 
 def restore_unused(part: Array, layout: Layout, fill: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-from . import bert_padding, probabilities, rotary, v2, v3, v4
+from . import bert_padding, probabilities, raw, rotary, v2, v3, v4
 
 #: Version of FlashAttention 2 whose functions `v2` has.
 VERSION = "2.8.4"
@@ -23,9 +23,11 @@ MODULES: dict[str, ModuleType | None] = {
     "flash_attn.cute.interface": v4,
     "flash_attn_interface": v3,
 }
-#: Name of a module -> names that only FlashAttention's own tests import.
-TEST_NAMES = {
+#: Name of a module -> names that it has beside the public functions.
+OTHER_NAMES = {
     "flash_attn.flash_attn_interface": {
+        **{name: getattr(raw, name) for name in raw.__all__},
+        # Only FlashAttention's own tests import these.
         "_get_block_size_n": probabilities.block_size_n,
         "USE_TRITON_ROCM": False,
     }
@@ -92,7 +94,7 @@ def _make_module(name: str, source: ModuleType | None) -> ModuleType:
     module = ModuleType(name, None if source is None else source.__doc__)
     names = [] if source is None else [*source.__all__]
     module.__dict__.update({x: getattr(source, x) for x in names}, __all__=names)
-    module.__dict__.update(TEST_NAMES.get(name, {}))
+    module.__dict__.update(OTHER_NAMES.get(name, {}))
     # find_spec, which programs use to look for the package, needs a specification.
     module.__spec__ = ModuleSpec(name, None, is_package=name in PACKAGES)
     if name in PACKAGES:

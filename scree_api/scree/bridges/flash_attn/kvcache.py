@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...array import Array
@@ -34,6 +35,8 @@ class Cache:
         (batch,) tokens of each sequence, including those before its first key.
     leftpad
         (batch,) position of the first key, or None.
+    length
+        The number of tokens of every sequence, if the caller gave a number.
     """
 
     k: torch.Tensor
@@ -41,6 +44,7 @@ class Cache:
     table: Any
     lengths: torch.Tensor
     leftpad: torch.Tensor | None = None
+    length: int | None = None
 
 
 def make_cache(
@@ -74,6 +78,7 @@ def make_cache(
     check_shape(table_name, table, (batch, table.shape[1]), "one row per sequence")
     capacity = table.shape[1] * k_cache.shape[1]
     cache_seqlens = capacity if cache_seqlens is None else cache_seqlens
+    length = None
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.ndim:
         check_shape("cache_seqlens", cache_seqlens, (batch,), "one length per sequence")
     else:
@@ -81,7 +86,7 @@ def make_cache(
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=device)
     if leftpad is not None:
         check_shape("cache_leftpad", leftpad, (batch,), "one position per sequence")
-    return Cache(k_cache.detach(), v_cache.detach(), table, cache_seqlens, leftpad)
+    return Cache(k_cache.detach(), v_cache.detach(), table, cache_seqlens, leftpad, length)
 
 
 def split_size(num_splits: Any) -> int | None:
@@ -105,13 +110,20 @@ def as_cache(k: Array, v: torch.Tensor, lengths: torch.Tensor | None = None) -> 
     return Cache(k_pages, v_pages, table, layout.lengths if lengths is None else lengths)
 
 
-def check_capacity(cache: Cache, table_name: str) -> None:
-    """Raise if a sequence is longer than its pages, as far as the host can read its length."""
+def check_capacity(cache: Cache, new: Array | None, table_name: str) -> None:
+    """Raise if the tokens of a sequence and new ones exceed its pages, as far as the host knows."""
     lengths = backend(cache.lengths).peek(cache.lengths)
+    if lengths is None:
+        if cache.length is None or torch.compiler.is_compiling():
+            return
+        lengths = np.full(cache.lengths.shape, cache.length)
+    if new is not None and new.layout.host_offsets is not None:
+        lengths = lengths + np.diff(new.layout.host_offsets)
     capacity = cache.table.shape[1] * cache.k.shape[1]
-    if lengths is not None and lengths.max(initial=0) > capacity:
+    if lengths.max(initial=0) > capacity:
         row = int(lengths.argmax())
-        raise ValueError(
+        # The type of FlashAttention's error.
+        raise RuntimeError(
             f"cache_seqlens: expected at most {capacity} tokens with the new ones, the capacity of "
             f"k_cache and {table_name}, got {lengths[row]} for sequence {row}"
         )
@@ -155,7 +167,7 @@ def attention_with_kvcache(
             new = _as_array("k", k, cu_seqlens_k_new, None)
             values = new.with_values(v.reshape(-1, *v.shape[-2:]))
             lengths = cache.lengths + new.layout.lengths.to(cache.lengths.dtype)
-            check_capacity(replace(cache, lengths=lengths), table_name)
+            check_capacity(cache, new, table_name)
             appended: dict[str, Any] = {}
             if rotary_cos is not None and rotary_sin is not None:
                 start = cache.lengths if rotary_seqlens is None else rotary_seqlens
@@ -177,7 +189,7 @@ def attention_with_kvcache(
             _, _, *turned_queries = append_paged(*arrays, **appended)
             queries = turned_queries[0] if turned_queries else queries
         else:
-            check_capacity(cache, table_name)
+            check_capacity(cache, None, table_name)
         return attend_to_cache(queries, cache, options, qv, descales, split_size)
 
 

@@ -533,8 +533,11 @@ def flash_attn_with_kvcache(
     Raises
     ------
     ValueError
-        If shapes do not fit or arguments exclude each other. Where reading is free, also if a
-        sequence does not fit into its cache.
+        If shapes do not fit or arguments exclude each other.
+    RuntimeError
+        If a sequence is longer than its cache or its pages, as FlashAttention raises it. The check
+        needs lengths that the host knows: a number, or a tensor on the CPU. In other calls the
+        sequence ends with its pages.
 
     Examples
     --------

@@ -364,8 +364,9 @@ softcap
     Raises
     ------
     ValueError
-        If shapes do not fit or arguments exclude each other. Where reading is free, also if a
-        sequence does not fit into its cache.
+        If shapes do not fit or arguments exclude each other.
+    RuntimeError
+        If a sequence is longer than its cache or its pages, where the host knows its length.
 
     Examples
     --------

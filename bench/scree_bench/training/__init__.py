@@ -1,0 +1,1 @@
+"""Training of language models on documents of any length: text, models, forms, and the loop."""

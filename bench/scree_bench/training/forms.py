@@ -1,0 +1,296 @@
+"""Forms of a training step: the arrays that each makes of a batch, and its loss.
+
+All forms get the same documents in the same order, and have the same targets. The packed forms have
+a fixed number of tokens and of rows; rows that a batch does not need are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import scree
+
+from ..gpt import IGNORED
+from ..peers import importable
+from . import models
+from .heads import Head
+from .models import Attend, Size
+from .text import labels
+
+
+class Plan(NamedTuple):
+    """Settings that the arrays of all batches share."""
+
+    size: Size
+    #: Tokens per batch, most documents per batch, and most tokens per document.
+    total: int
+    max_rows: int
+    context: int
+    #: Whether the backward pass computes the activations of the layers again.
+    recomputes: bool = False
+
+
+class Part(NamedTuple):
+    """Arrays of a batch or of a part of it, and the number of their targets."""
+
+    arrays: tuple[np.ndarray, ...]
+    targets: int
+
+
+#: ``loss(parameters, *arrays)`` gives the mean over the targets.
+Loss = Callable[..., Any]
+
+
+class Form(NamedTuple):
+    """A way to train on a batch: its arrays, its loss, and whether the shapes change."""
+
+    parts: Callable[[Plan, list[np.ndarray]], list[Part]]
+    make_loss: Callable[[Plan, Head], Loss]
+    changes_shape: bool = False
+    #: Modules that must be importable, and whether it runs on CUDA devices only.
+    modules: tuple[str, ...] = ()
+    needs_cuda: bool = False
+
+
+# --- arrays ---
+def _count(labels: np.ndarray) -> int:
+    return int((labels != IGNORED).sum())
+
+
+def packed(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
+    """Return tokens, labels and offsets of the documents, one after the other."""
+    targets = labels(rows)
+    offsets = np.full(plan.max_rows + 1, plan.total, np.int32)
+    offsets[: len(rows) + 1] = np.cumsum([0, *map(len, rows)])
+    return [Part((np.concatenate(rows), targets, offsets), _count(targets))]
+
+
+def packed_with_positions(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
+    """Return the packed arrays and the position of each token in its document."""
+    (part,) = packed(plan, rows)
+    positions = np.concatenate([np.arange(len(row)) for row in rows])
+    return [part._replace(arrays=(*part.arrays, positions))]
+
+
+def with_documents(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
+    """Return tokens, labels, positions and the document of each token."""
+    (part,) = packed_with_positions(plan, rows)
+    ids, targets, _, positions = part.arrays
+    documents = np.repeat(np.arange(len(rows), dtype=np.int32), [*map(len, rows)])
+    return [Part((ids, targets, positions, documents), part.targets)]
+
+
+def windows(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
+    """Return tokens and labels in windows of the context, across documents.
+
+    The last window may be shorter; it is a part of its own.
+    """
+    ids, targets = np.concatenate(rows), labels(rows)
+    whole = plan.total // plan.context * plan.context
+    parts = []
+    for part in (slice(0, whole), slice(whole, plan.total)):
+        if ids[part].size:
+            length = min(plan.context, ids[part].size)
+            arrays = tuple(x[part].reshape(-1, length) for x in (ids, targets))
+            parts.append(Part(arrays, _count(arrays[1])))
+    return parts
+
+
+def padded(plan: Plan, rows: list[np.ndarray], max_tokens: int = 0) -> list[Part]:
+    """Return padded tokens and labels, in parts of at most `max_tokens` tokens with padding.
+
+    The default is the tokens of the batch. Lengths are rounded up to a multiple of 8.
+    """
+    max_tokens = max(max_tokens or plan.total, plan.context)
+    groups: list[list[np.ndarray]] = [[]]
+    longest = 0
+    for row in rows:
+        length = max(longest, -(-len(row) // 8) * 8)
+        if groups[-1] and length * (len(groups[-1]) + 1) > max_tokens:
+            groups.append([])
+            length = -(-len(row) // 8) * 8
+        groups[-1].append(row)
+        longest = length
+    parts = []
+    for group in groups:
+        longest = -(-max(map(len, group)) // 8) * 8
+        # The compiler treats a size of one as another function, so there are at least two rows.
+        ids = np.zeros((max(2, len(group)), longest), np.int64)
+        targets = np.full(ids.shape, IGNORED)
+        for i, row in enumerate(group):
+            ids[i, : len(row)], targets[i, : len(row) - 1] = row, row[1:]
+        parts.append(Part((ids, targets), _count(targets)))
+    return [part for part in parts if part.targets]
+
+
+def padded_sorted(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
+    """Return parts of documents of similar lengths, each a quarter of the tokens of the batch."""
+    return padded(plan, sorted(rows, key=len, reverse=True), plan.total // 4)
+
+
+# --- losses ---
+def ragged_loss(plan: Plan, head: Head) -> Loss:
+    """Return the loss on scree; its own linear cross-entropy takes the place of `head`."""
+
+    def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any) -> Any:
+        x = models.ragged(p, plan.size, ids, offsets, plan.context, plan.recomputes)
+        return scree.linear_cross_entropy(
+            x, p["embedding"], x.with_values(targets), ignore_index=IGNORED
+        )
+
+    return loss
+
+
+def _varlen_loss(make_attend: Callable[[Plan, Any], Attend]) -> Callable[[Plan, Head], Loss]:
+    def make_loss(plan: Plan, head: Head) -> Loss:
+        def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any, positions: Any) -> Any:
+            attend = make_attend(plan, offsets)
+            x = models.plain(p, plan.size, ids, positions, attend, plan.recomputes)
+            return head(x, p["embedding"], targets)
+
+        return loss
+
+    return make_loss
+
+
+def _repeated(plan: Plan, *arrays: Any) -> Any:
+    repeats = plan.size.heads // plan.size.kv_heads
+    return tuple(x.repeat_interleave(repeats, -2) if repeats > 1 else x for x in arrays)
+
+
+def _varlen_attn(plan: Plan, offsets: Any) -> Attend:
+    """PyTorch's attention of packed rows."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = signature(varlen_attn).parameters
+    options: dict[str, Any] = (
+        {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
+    )
+    is_grouped = "enable_gqa" in names and plan.size.heads != plan.size.kv_heads
+    if is_grouped:
+        options["enable_gqa"] = True
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if not is_grouped:
+            k, v = _repeated(plan, k, v)
+        return varlen_attn(q, k, v, offsets, offsets, plan.context, plan.context, **options)
+
+    return attend
+
+
+def _aten_flash(plan: Plan, offsets: Any) -> Attend:
+    """FlashAttention-2 by PyTorch's own operator."""
+    import torch
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        lengths = offsets, offsets, plan.context, plan.context
+        out = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False)
+        return out[0]
+
+    return attend
+
+
+def _flash(module: str) -> Callable[[Plan, Any], Attend]:
+    def make_attend(plan: Plan, offsets: Any) -> Attend:
+        run = import_module(module).flash_attn_varlen_func
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            out = run(
+                q, k, v,
+                cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+                max_seqlen_q=plan.context, max_seqlen_k=plan.context, causal=True,
+            )  # fmt: skip
+            return out[0] if isinstance(out, tuple) else out
+
+        return attend
+
+    return make_attend
+
+
+def _flash2(plan: Plan, offsets: Any) -> Attend:
+    return (_flash("flash_attn") if importable("flash_attn.bert_padding") else _aten_flash)(
+        plan, offsets
+    )
+
+
+def dense_loss(plan: Plan, head: Head) -> Loss:
+    """Return the loss of padded rows, or of windows, by PyTorch's causal attention."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    def attend(*qkv: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        is_grouped = plan.size.heads != plan.size.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        return out.transpose(1, 2)
+
+    def loss(p: dict[str, Any], ids: Any, targets: Any) -> Any:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = models.plain(p, plan.size, ids, positions, attend, plan.recomputes)
+        return head(x, p["embedding"], targets)
+
+    return loss
+
+
+def flex_loss(plan: Plan, head: Head) -> Loss:
+    """Return the loss of one window with document masks by FlexAttention."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    attention = torch.compile(flex_attention, dynamic=False)
+    make_mask = torch.compile(create_block_mask, dynamic=False)
+
+    def loss(p: dict[str, Any], ids: Any, targets: Any, positions: Any, documents: Any) -> Any:
+        def is_visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (documents[i] == documents[j]) & (i >= j)
+
+        mask = make_mask(is_visible, None, None, plan.total, plan.total, device=ids.device.type)
+
+        def attend(*qkv: Any) -> Any:
+            q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+            is_grouped = plan.size.heads != plan.size.kv_heads
+            out = attention(q, k, v, block_mask=mask, enable_gqa=is_grouped)
+            return out[0].transpose(0, 1)
+
+        x = models.plain(p, plan.size, ids, positions, attend, plan.recomputes)
+        return head(x, p["embedding"], targets)
+
+    return loss
+
+
+#: Name -> form, scree first. The reference of the loss curves is "padded sorted".
+FORMS: dict[str, Form] = {
+    "scree": Form(packed, ragged_loss),
+    "padded": Form(padded, dense_loss, changes_shape=True),
+    "padded sorted": Form(padded_sorted, dense_loss, changes_shape=True),
+    "windows": Form(windows, dense_loss),
+    "windows flex_attention": Form(with_documents, flex_loss, needs_cuda=True),
+    "varlen_attn": Form(packed_with_positions, _varlen_loss(_varlen_attn), needs_cuda=True),
+    "FA2": Form(packed_with_positions, _varlen_loss(_flash2), needs_cuda=True),
+    "FA3": Form(
+        packed_with_positions,
+        _varlen_loss(_flash("flash_attn_interface")),
+        modules=("flash_attn_interface",),
+        needs_cuda=True,
+    ),
+    "FA4": Form(
+        packed_with_positions,
+        _varlen_loss(_flash("flash_attn.cute")),
+        modules=("flash_attn.cute",),
+        needs_cuda=True,
+    ),
+}
+REFERENCE = "padded sorted"
+
+
+def unavailable(form: Form, device: str) -> str | None:
+    """Return the reason why a form cannot run, or None."""
+    if form.needs_cuda and device != "cuda":
+        return "runs on CUDA devices only"
+    absent = [module for module in form.modules if not importable(module)]
+    return f"{' and '.join(absent)} cannot be imported" if absent else None

@@ -1,0 +1,201 @@
+"""Llama-like models and GPT-2 in PyTorch, on ragged arrays and on tensors.
+
+Both forms of a model have the same parameters and the same hidden states. Everything except
+attention works per token, so packed tokens, windows and padded rows share one function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import scree
+
+#: ``attend(q, k, v)`` on (..., heads, dim).
+Attend = Callable[[Any, Any, Any], Any]
+
+
+class Size(NamedTuple):
+    """Published shape of a model. A size with positions is a GPT-2, otherwise a Llama."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+    vocabulary: int
+    positions: int = 0
+    #: Default learning rate.
+    rate: float = 6e-4
+
+    @property
+    def eps(self) -> float:
+        """The constant of the norms."""
+        return 1e-5 if self.positions else 1e-6
+
+
+SIZES = {
+    "tiny": Size(2, 64, 4, 2, 16, 128, 512, rate=3e-3),
+    "124m": Size(12, 768, 12, 12, 64, 2048, 50_304),
+    "1.2b": Size(16, 2048, 32, 8, 64, 8192, 128_256, rate=3e-4),
+    "gpt2": Size(12, 768, 12, 12, 64, 3072, 50_304, positions=1024),
+    "gpt2-tiny": Size(2, 64, 4, 4, 16, 256, 512, positions=128, rate=3e-3),
+}
+
+
+def shapes(size: Size) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter. The embedding is also the matrix of the logits."""
+    width, heads = size.width, size.heads + 2 * size.kv_heads
+    up = size.hidden if size.positions else 2 * size.hidden
+    norms = ["norm", *(f"{i}.norm{k}" for i in range(size.layers) for k in (1, 2))]
+    result: dict[str, tuple[int, ...]] = {"embedding": (size.vocabulary, width)}
+    result |= dict.fromkeys(norms, (width,))
+    for i in range(size.layers):
+        result |= {
+            f"{i}.qkv": (width, heads * size.dim),
+            f"{i}.out": (size.heads * size.dim, width),
+            f"{i}.up": (width, up),
+            f"{i}.down": (size.hidden, width),
+        }
+    if size.positions:
+        result |= {f"{name}.bias": shape[-1:] for name, shape in result.items() if "." in name}
+        result |= {"norm.bias": (width,), "positions": (size.positions, width)}
+    return result
+
+
+def parameters(size: Size, device: str, dtype: Any, seed: int) -> dict[str, Any]:
+    """Return random parameters that require gradients, as GPT-2 initializes them.
+
+    Matrices are normal with a standard deviation of 0.02; matrices that add to the residual are
+    smaller by ``sqrt(2 * layers)``. Norms are 1 and biases 0.
+    """
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+    result = {}
+    for name, shape in shapes(size).items():
+        if len(shape) == 1:
+            x = torch.full(shape, float(not name.endswith("bias")), device=device)
+        else:
+            x = 0.02 * torch.randn(shape, generator=generator, device=device)
+            if name.endswith((".out", ".down")):
+                x /= math.sqrt(2 * size.layers)
+        result[name] = x.to(dtype).requires_grad_()
+    return result
+
+
+def flops(size: Size, lengths: list[int]) -> float:
+    """Return the operations that a training step on documents needs, whatever the form.
+
+    They are 6 per parameter and token, and 12 per layer, query head, head dimension and attended
+    pair of tokens. Padding and recomputation do not count, and neither do position embeddings.
+    """
+    count = sum(math.prod(shape) for name, shape in shapes(size).items() if name != "positions")
+    pairs = sum(n * (n + 1) / 2 for n in lengths)
+    return 6.0 * count * sum(lengths) + 12.0 * size.layers * size.heads * size.dim * pairs
+
+
+def ragged(
+    p: dict[str, Any], size: Size, ids: Any, offsets: Any, longest: int, recomputes: bool
+) -> scree.Array:
+    """Return the hidden states of packed documents, on scree."""
+    import torch.nn.functional as F  # noqa: N812
+    from torch.utils.checkpoint import checkpoint
+
+    # One layout for all layers: kernels keep what they derive from the offsets in it.
+    tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
+    array = tokens.with_values
+
+    def norm(x: scree.Array, name: str, residual: scree.Array | None = None) -> Any:
+        if size.positions:
+            return scree.layer_norm(x, p[name], p[f"{name}.bias"], residual=residual, eps=size.eps)
+        return scree.rms_norm(x, p[name], residual=residual, eps=size.eps)
+
+    def product(x: Any, name: str) -> Any:
+        if not size.positions:
+            return x @ p[name]
+        return F.linear(x, p[name].T, p[f"{name}.bias"])
+
+    def layer(i: int, y: Any, x: Any) -> tuple[Any, Any]:
+        """Return the branch and the residual after a layer; each is added by the next norm."""
+        if y is None:
+            x = array(x)
+            y = norm(x, f"{i}.norm1")
+        else:
+            y, x = norm(array(y), f"{i}.norm1", array(x))
+        qkv = product(y.values, f"{i}.qkv").unflatten(1, (-1, size.dim))
+        parts = size.heads, size.kv_heads, size.kv_heads
+        q, k, v = scree.split(array(qkv), parts, axis=2)
+        if not size.positions:
+            q, k = scree.rope(q, k)
+        a = scree.attention(q, k, v, causal=True)
+        a = a.with_values(product(a.values.flatten(1), f"{i}.out"))
+        y, x = norm(a, f"{i}.norm2", x)
+        up = product(y.values, f"{i}.up")
+        up = F.gelu(up, approximate="tanh") if size.positions else scree.swiglu(up)
+        return product(up, f"{i}.down"), x.values
+
+    x, y = F.embedding(ids, p["embedding"]), None
+    if size.positions:
+        x = x + F.embedding(scree.positions(tokens), p["positions"])
+    for i in range(size.layers):
+        if recomputes:
+            y, x = checkpoint(layer, i, y, x, use_reentrant=False)
+        else:
+            y, x = layer(i, y, x)
+    return norm(array(y), "norm", array(x))[0]
+
+
+def plain(
+    p: dict[str, Any], size: Size, ids: Any, positions: Any, attend: Attend, recomputes: bool
+) -> Any:
+    """Return the hidden states of tokens of any shape, in PyTorch's own functions."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+    from torch.utils.checkpoint import checkpoint
+
+    def norm(x: Any, name: str) -> Any:
+        if size.positions:
+            return F.layer_norm(x, (size.width,), p[name], p[f"{name}.bias"], size.eps)
+        return F.rms_norm(x, (size.width,), p[name], size.eps)
+
+    def product(x: Any, name: str) -> Any:
+        if not size.positions:
+            return x @ p[name]
+        return F.linear(x, p[name].T, p[f"{name}.bias"])
+
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+    def layer(i: int, x: Any, *angles: Any) -> Any:
+        qkv = product(norm(x, f"{i}.norm1"), f"{i}.qkv").unflatten(-1, (-1, size.dim))
+        q, k, v = qkv.split([size.heads, size.kv_heads, size.kv_heads], -2)
+        if angles:
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        x = x + product(attend(q, k, v).flatten(-2), f"{i}.out")
+        up = product(norm(x, f"{i}.norm2"), f"{i}.up")
+        if size.positions:
+            up = F.gelu(up, approximate="tanh")
+        else:
+            gate, up = up.chunk(2, -1)
+            up = F.silu(gate) * up
+        return x + product(up, f"{i}.down")
+
+    x = F.embedding(ids, p["embedding"])
+    angles: tuple[Any, ...] = ()
+    if size.positions:
+        x = x + F.embedding(positions, p["positions"])
+    else:
+        half = size.dim // 2
+        steps = torch.arange(half, device=x.device) * (-math.log(1e4) / half)
+        angle = positions.float()[..., None, None] * steps.exp()
+        angles = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    for i in range(size.layers):
+        if recomputes:
+            x = checkpoint(layer, i, x, *angles, use_reentrant=False)
+        else:
+            x = layer(i, x, *angles)
+    return norm(x, "norm")
