@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import scree
+from scree.data import split_balanced
 from scree.distributed import shard, unshard
 from scree.distributed.pieces import cut_rows
 from scree.ops.attention import AttentionCall
@@ -181,6 +182,9 @@ def check_functions(mesh: Any, seed: int) -> None:
             *(getattr(xp, name)(a, axis=1) for name in names),
             xp.mean(a, axis=(1, 3)),
             xp.sum(a, axis=1, keepdims=True),
+            scree.logsumexp(a),
+            scree.softmax(a),
+            scree.log_softmax(a, axis=1),
         ]
 
     compare(rows, [x], lengths, 1, mesh)
@@ -227,7 +231,8 @@ def check_refusals(mesh: Any) -> None:
         lambda: list(x),
         lambda: scree.to_padded(x),
         lambda: scree.shift(x, 1),
-        lambda: scree.softmax(x),
+        lambda: scree.topk(x, 1),
+        lambda: split_balanced(x, 2),
         lambda: xp.cumulative_sum(x, axis=1),
         lambda: xp.sort(x, axis=1),
         lambda: xp.flip(x, axis=1),

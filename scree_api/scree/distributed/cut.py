@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..array import Array
-from ..broadcasting import accumulation_dtype
+from ..broadcasting import accumulation_dtype, moveaxis
 from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
 from ..ops.segment import append_axes, safe_divide
+from ..ops.softmax import logsumexp
 from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
 from .torch import Group, not_compiled
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
+#: Operations that are tokenwise along an element axis, and combine the ranks along the rows.
+SOFTMAX = {"log_softmax", "logsumexp", "softmax"}
 #: Kinds of functions of the standard in which tokens do not depend on each other.
 TOKENWISE_KINDS = set(
     """
@@ -142,10 +145,11 @@ class Cut(RowCut):
         run = RUN.get(name)
         if run is not None:
             return run(self, operation, arrays, options, kernel)
-        is_softmax = name in ("softmax", "log_softmax", "logsumexp")
-        if name not in TOKENWISE and not (
-            is_softmax and self._is_element_axis(first, options["axis"])
-        ):
+        if name in SOFTMAX:
+            axis = options["axis"]
+            if axis is None or (type(axis) is int and axis % first.ndim == first.ragged_dim + 1):
+                return self._softmax_of_rows(name, first)
+        elif name not in TOKENWISE:
             check_whole(name, first.layout)
         plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
         return self._restore(name, first.layout, operation.run(plain, options, kernel))
@@ -375,6 +379,25 @@ class Cut(RowCut):
             None if right is None else right - group.shift,
         )
         return QueryGroup(queries, keys, order, group.shift, window)
+
+    def _softmax_of_rows(self, name: str, x: Array) -> Any:
+        """Compute the log-sum-exp of whole rows, and the softmax from it."""
+        xp, plain = x.layout.xp, self.on(self.plain, x)
+        wide = accumulation_dtype(xp, x.dtype)
+        plain = plain.with_values(xp.astype(plain.values, wide, copy=False))
+        parts = self.group.all_gather(logsumexp(plain))
+        largest = xp.max(parts.detach(), axis=0)
+        largest = xp.where(largest == -math.inf, 0.0, largest)
+        total = xp.sum(xp.exp(parts - largest), axis=0)
+        is_empty = total == 0
+        log_sum = largest + xp.log(xp.where(is_empty, 1.0, total))
+        log_sum = xp.where(is_empty, -math.inf, log_sum)
+        if name == "logsumexp":
+            return xp.astype(log_sum, x.dtype, copy=False)
+        rows = moveaxis(xp, self.plain.per_token(log_sum), 0, x.ragged_dim)
+        values = plain.values - rows
+        values = values if name == "log_softmax" else xp.exp(values)
+        return x.with_values(xp.astype(values, x.dtype, copy=False))
 
     def _reduce_rows(
         self, name: str, x: Array, *, axis: Any = None, keepdims: bool = False, **options: Any
