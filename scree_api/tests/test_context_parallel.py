@@ -89,7 +89,7 @@ def unshard_if(x: Any) -> torch.Tensor:
 
 
 def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
-    for seed in (y for x in seeds for y in (x, x + 1)):
+    for seed in seeds:
         lengths, heads = make_lengths(seed), [(4, 2), (3, 1), (2, 2)][seed % 3]
         total = int(lengths.sum())
         leaves = [random(i, total, h, 4) for i, h in enumerate((*heads, heads[1]))]
@@ -373,7 +373,7 @@ def work(rank: int, folder: Path) -> None:
     groups = [mesh.get_group(), *(dist.new_group(list(range(size))) for size in (3, 2))]
     for i, group in enumerate(groups):
         if rank < (4, 3, 2)[i]:
-            check_attention(group, range(2 * i, 12, 6))
+            check_attention(group, ((0, 1, 6), (2, 9, 10), (4, 5, 7))[i])
             check_functions(group, (0, 5, 2)[i])
             check_heads(group, (4, 3, 2)[i])
     if rank < 2:
