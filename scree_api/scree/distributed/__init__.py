@@ -13,7 +13,9 @@ from ..checks import check_number
 __all__ = ["shard", "unshard"]
 
 
-def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Array:
+def shard(
+    arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1), exchange: str | None = None
+) -> Array:
     """Return this rank's tokens of a batch that all ranks hold.
 
     Row i of the result is this rank's part of row i, which may be empty. The longest rows are cut
@@ -39,6 +41,11 @@ def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Ar
     cost
         Two numbers (a, b). A row of L tokens costs ``a * L + b * L**2``; see
         `scree.data.fit_cost`. ``(6 * width, 1)`` is near to a transformer with causal attention.
+    exchange
+        What `attention` sends. ``"keys"``: the keys and values that chunks on other ranks need.
+        ``"heads"``, if the number of ranks divides the number of key heads: each rank computes
+        whole rows for a part of the heads (Ulysses; Jacobs et al., 2023). By default the form that
+        sends less, by the numbers of heads, the lengths and the window.
 
     Returns
     -------
@@ -50,12 +57,13 @@ def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Ar
     TypeError
         If `arr` is no ragged array of PyTorch, is a shard, or `mesh` is no mesh.
     ValueError
-        If the mesh has several dimensions, or a cost is negative.
+        If the mesh has several dimensions, a cost is negative, or `exchange` is another string.
 
     Notes
     -----
     The offsets are read once per layout. Second derivatives of `attention` and of reductions of
-    shards are not supported. Under `torch.compile` the communication breaks the graph.
+    shards are not supported. Under `torch.compile` the graph breaks at `attention`; call `shard`
+    outside of compiled functions.
 
     Examples
     --------
@@ -78,15 +86,17 @@ def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Ar
     from .pieces import cut_rows
     from .torch import Group
 
+    if exchange not in (None, "keys", "heads"):
+        raise ValueError(f"exchange: expected 'keys', 'heads' or None, got {exchange!r}")
     a, b = (check_number(f"cost[{i}]", x, low=0) for i, x in enumerate(cost))
     group = Group(mesh)
 
     def make() -> tuple[Any, Any]:
         lengths = np.diff(layout.read_offsets()).astype(np.int64)
-        cut = Cut(layout, group, cut_rows(lengths, group.size, (a, b)))
+        cut = Cut(layout, group, cut_rows(lengths, group.size, (a, b)), exchange)
         return cut.make_layout(), layout.to_index(cut.whole_index(group.rank))
 
-    shard_layout, index = layout.cached(("shard", group.group, a, b), make)
+    shard_layout, index = layout.cached(("shard", group.group, a, b, exchange), make)
     values = layout.xp.take(arr.values, index, axis=arr.ragged_dim)
     return Array.from_layout(values, shard_layout, arr.ragged_dim)
 

@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..array import Array
-from ..broadcasting import accumulation_dtype
+from ..broadcasting import accumulation_dtype, moveaxis
 from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
 from ..ops.segment import append_axes, safe_divide
+from ..ops.softmax import logsumexp
 from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
-from .torch import Group
+from .torch import Group, not_compiled
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
+#: Operations that are tokenwise along an element axis, and combine the ranks along the rows.
+SOFTMAX = {"log_softmax", "logsumexp", "softmax"}
 #: Kinds of functions of the standard in which tokens do not depend on each other.
 TOKENWISE_KINDS = set(
     """
@@ -62,10 +65,12 @@ class Cut(RowCut):
         The pieces of all ranks.
     own
         The pieces of this rank.
+    exchange
+        "keys", "heads" or None; see `shard`.
     """
 
-    def __init__(self, whole: Layout, group: Group, pieces: Pieces) -> None:
-        self.group, self.pieces = group, pieces
+    def __init__(self, whole: Layout, group: Group, pieces: Pieces, exchange: str | None) -> None:
+        self.group, self.pieces, self.exchange = group, pieces, exchange
         lib, like = whole.backend, whole.offsets
         self._lengths = np.diff(whole.read_offsets()).astype(np.int64)
         self.whole = Layout.from_host_lengths(lib, self._lengths, like=like)
@@ -74,6 +79,9 @@ class Cut(RowCut):
         np.add.at(row_lengths, self.own.rows, self.own.lengths)
         self.plain = Layout.from_host_lengths(lib, row_lengths, like=like)
         self.piece_layout = Layout.from_host_lengths(lib, self.own.lengths, like=like)
+        # (pieces,) position of the first token of each piece of this rank, and its row.
+        self._starts = self.plain.to_index(self.own.starts)
+        self._rows = self.plain.to_index(self.own.rows)
         self.is_cut = bool((pieces.lengths != self._lengths[pieces.rows]).any())
 
     def __eq__(self, other: object) -> bool:
@@ -82,6 +90,7 @@ class Cut(RowCut):
             return self is other
         return (
             self.group.group is other.group.group
+            and self.exchange == other.exchange
             and np.array_equal(self._lengths, other._lengths)
             and np.array_equal(self.pieces.stops, other.pieces.stops)
             and np.array_equal(self.pieces.ranks, other.pieces.ranks)
@@ -127,16 +136,6 @@ class Cut(RowCut):
             "global positions", lambda: layout.positions + layout.per_token(self._starts)
         )
 
-    @property
-    def _starts(self) -> Any:
-        """(pieces,) position of the first token of each piece."""
-        return self.plain.cached("piece starts", lambda: self.plain.to_index(self.own.starts))
-
-    @property
-    def _rows(self) -> Any:
-        """(pieces,) row of each piece."""
-        return self.plain.cached("piece rows", lambda: self.plain.to_index(self.own.rows))
-
     # Calls ------------------------------------------------------------------------------------------
     def run(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
@@ -146,10 +145,11 @@ class Cut(RowCut):
         run = RUN.get(name)
         if run is not None:
             return run(self, operation, arrays, options, kernel)
-        is_softmax = name in ("softmax", "log_softmax", "logsumexp")
-        if name not in TOKENWISE and not (
-            is_softmax and self._is_element_axis(first, options["axis"])
-        ):
+        if name in SOFTMAX:
+            axis = options["axis"]
+            if axis is None or (type(axis) is int and axis % first.ndim == first.ragged_dim + 1):
+                return self._softmax_of_rows(name, first)
+        elif name not in TOKENWISE:
             check_whole(name, first.layout)
         plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
         return self._restore(name, first.layout, operation.run(plain, options, kernel))
@@ -243,6 +243,7 @@ class Cut(RowCut):
         means = [safe_divide(xp, x, count) for x in losses]
         return tuple(means) if is_pair else means[0]
 
+    @not_compiled
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:
@@ -253,10 +254,12 @@ class Cut(RowCut):
         call = AttentionCall(**plain, **options)
         if not self.is_cut:
             return self._restore("attention", layout, operation.run(plain, options, kernel))
+        if self._exchanges_heads(call):
+            return self._attention_of_heads(operation, call, layout, options, kernel)
         slopes = call.alibi_slopes
         if slopes is not None and not call.causal:
             raise ValueError(
-                "alibi_slopes: expected causal=True for shards, got causal=False; unshard q, k and v"
+                "alibi_slopes: expected causal=True for shards, got causal=False; use shard(..., exchange='heads')"
             )
         if slopes is not None and len(slopes.shape) == 2:
             slopes = xp.take(slopes, self._rows, axis=0)
@@ -288,6 +291,69 @@ class Cut(RowCut):
         shards = [Array.from_layout(x, layout) for x in outputs]
         return tuple(shards) if call.return_lse else shards[0]
 
+    def _exchanges_heads(self, call: AttentionCall) -> bool:
+        """Return whether all ranks exchange heads for tokens, instead of sending keys."""
+        size, heads, kv_heads = self.group.size, call.num_heads, call.num_kv_heads
+        fits = kv_heads % size == 0
+        if self.exchange == "heads" and not fits:
+            raise ValueError(
+                f"exchange: expected the number of ranks, {size}, to divide the number of key heads for 'heads', "
+                f"got {kv_heads}; use exchange='keys'"
+            )
+        if self.exchange is not None or not fits:
+            return self.exchange == "heads"
+        # Tokens that a rank receives, at most: all of the cut rows, or the windows of two chunks.
+        left, right = call.window
+        is_cut = np.ones(self._lengths.size, bool)
+        is_cut[self.pieces.rows[self.pieces.lengths == self._lengths[self.pieces.rows]]] = False
+        tokens = self._lengths[is_cut] * (size - 1) / size
+        if left is not None and right is not None:
+            tokens = np.minimum(tokens, 2 * (left + right))
+        dim, value_dim = call.head_dim, int(call.v.values.shape[2])
+        sent_as_heads = self._lengths.sum() / size * (size - 1) / size * (heads + kv_heads)
+        return bool(sent_as_heads * (dim + value_dim) < tokens.sum() * kv_heads * (dim + value_dim))
+
+    def _attention_of_heads(
+        self,
+        operation: Any,
+        call: AttentionCall,
+        layout: Layout,
+        options: dict[str, Any],
+        kernel: str | None,
+    ) -> Any:
+        """Compute attention of whole rows for a part of the heads (Ulysses)."""
+        xp, group, whole = layout.xp, self.group, self.whole
+        counts, order, inverse = self._token_order()
+        q, k, v = (
+            Array.from_layout(
+                xp.take(group.tokens_of_all_ranks(x.values, counts), order, axis=0), whole
+            )
+            for x in (call.q, call.k, call.v)
+        )
+        slopes = call.alibi_slopes
+        if slopes is not None:
+            heads = call.num_heads // group.size
+            slopes = slopes[..., group.rank * heads : (group.rank + 1) * heads]
+        result = operation.run({"q": q, "k": k, "v": v, "alibi_slopes": slopes}, options, kernel)
+        shards = [
+            Array.from_layout(
+                group.heads_of_all_ranks(xp.take(x.values, inverse, axis=0), counts), layout
+            )
+            for x in (result if call.return_lse else [result])
+        ]
+        return tuple(shards) if call.return_lse else shards[0]
+
+    def _token_order(self) -> tuple[list[int], Any, Any]:
+        """Return the tokens per rank, and where tokens of whole rows are by rank, and back."""
+
+        def make() -> tuple[list[int], Any, Any]:
+            indices = [self.whole_index(rank) for rank in range(self.group.size)]
+            inverse = np.concatenate(indices)
+            order = self.whole.to_index(np.argsort(inverse))
+            return [index.size for index in indices], order, self.whole.to_index(inverse)
+
+        return self.plain.cached("token order", make)
+
     def _key_plan(self, left: int | None, right: int | None) -> tuple[KeyPlan, list[QueryGroup]]:
         def make() -> tuple[KeyPlan, list[QueryGroup]]:
             plan = plan_keys(
@@ -313,6 +379,25 @@ class Cut(RowCut):
             None if right is None else right - group.shift,
         )
         return QueryGroup(queries, keys, order, group.shift, window)
+
+    def _softmax_of_rows(self, name: str, x: Array) -> Any:
+        """Compute the log-sum-exp of whole rows, and the softmax from it."""
+        xp, plain = x.layout.xp, self.on(self.plain, x)
+        wide = accumulation_dtype(xp, x.dtype)
+        plain = plain.with_values(xp.astype(plain.values, wide, copy=False))
+        parts = self.group.all_gather(logsumexp(plain))
+        largest = xp.max(parts.detach(), axis=0)
+        largest = xp.where(largest == -math.inf, 0.0, largest)
+        total = xp.sum(xp.exp(parts - largest), axis=0)
+        is_empty = total == 0
+        log_sum = largest + xp.log(xp.where(is_empty, 1.0, total))
+        log_sum = xp.where(is_empty, -math.inf, log_sum)
+        if name == "logsumexp":
+            return xp.astype(log_sum, x.dtype, copy=False)
+        rows = moveaxis(xp, self.plain.per_token(log_sum), 0, x.ragged_dim)
+        values = plain.values - rows
+        values = values if name == "log_softmax" else xp.exp(values)
+        return x.with_values(xp.astype(values, x.dtype, copy=False))
 
     def _reduce_rows(
         self, name: str, x: Array, *, axis: Any = None, keepdims: bool = False, **options: Any

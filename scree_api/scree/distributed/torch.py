@@ -11,6 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from .pieces import WHOLE, KeyPlan
 
+#: Decorator of a function at which a compiler breaks the graph.
+not_compiled = torch.compiler.disable
+
 
 class Group:
     """The ranks over which rows are cut.
@@ -39,24 +42,34 @@ class Group:
         self.group = mesh
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
 
-    @torch.compiler.disable
+    @not_compiled
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return (size, ...) the equally shaped tensors of all ranks."""
         return _AllGather.apply(x, self)
 
-    @torch.compiler.disable
+    @not_compiled
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, without gradient."""
         total = x.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
 
-    @torch.compiler.disable
     def exchange(
         self, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of all pieces of this rank, (keys, num_kv_heads, dim)."""
         return _Exchange.apply(k, v, plan, self)
+
+    def tokens_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Exchange heads for tokens: (own tokens, heads, dim) to (tokens, heads / size, dim).
+
+        The tokens of all ranks are in the order of the ranks; `counts` has their numbers.
+        """
+        return _SwapHeads.apply(x, counts, self, True)
+
+    def heads_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Exchange tokens for heads, the inverse of `tokens_of_all_ranks`."""
+        return _SwapHeads.apply(x, counts, self, False)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -133,6 +146,37 @@ class _Exchange(torch.autograd.Function):
                 out.narrow(0, start, length).copy_(own.narrow(0, at, length))
                 at += length
         return *outs, None, None
+
+
+class _SwapHeads(torch.autograd.Function):
+    """Exchange heads for tokens or back; the gradient is the opposite exchange."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: list[int], group: Group, to_tokens: bool
+    ) -> torch.Tensor:
+        ctx.arguments = counts, group, to_tokens
+        return _swap_heads(x, counts, group, to_tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        counts, group, to_tokens = ctx.arguments
+        return _swap_heads(grad, counts, group, not to_tokens), None, None, None
+
+
+def _swap_heads(x: torch.Tensor, counts: list[int], group: Group, to_tokens: bool) -> torch.Tensor:
+    own, size = counts[group.rank], group.size
+    part = math.prod(x.shape[1:]) // (size if to_tokens else 1)  # elements of a token on one rank
+    all_sizes, own_sizes = [count * part for count in counts], [own * part] * size
+    out = x.new_empty(sum(all_sizes if to_tokens else own_sizes))
+    if to_tokens:
+        heads = x.shape[1] // size
+        by_rank = x.unflatten(1, (size, heads)).movedim(1, 0).contiguous()
+        dist.all_to_all_single(out, by_rank.flatten(), all_sizes, own_sizes, group=group.group)
+        return out.view(sum(counts), heads, *x.shape[2:])
+    dist.all_to_all_single(out, x.contiguous().flatten(), own_sizes, all_sizes, group=group.group)
+    return out.view(size, own, *x.shape[1:]).movedim(0, 1).flatten(1, 2)
 
 
 def _width(shapes: Any) -> int:
