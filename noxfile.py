@@ -181,7 +181,7 @@ def clients(session: nox.Session) -> None:
             session.warn(f"no checkout {checkout}")
             continue
         for script, *options in runs:
-            session.run("python", f"clients/{script}", str(checkout), *options)
+            session.run("python", f"conformance/clients/{script}", str(checkout), *options)
 
 
 @nox.session

@@ -1,6 +1,6 @@
 """Tokens per second of `generate_batch` of transformers, with random weights.
 
-`python clients/continuous_batching.py --attention scree_flash2 --model llama` runs one
+`python conformance/clients/continuous_batching.py --attention scree_flash2 --model llama` runs one
 implementation. The peers are transformers' own paths: `sdpa`, and its path for FlashAttention with
 the functions of FlashAttention 4 (`fa4_flash2`), where they are installed.
 """

@@ -1,6 +1,6 @@
 """nanochat's model with random weights: training steps, and generation with its cache.
 
-`python clients/nanochat.py CHECKOUT --attention scree` gives its module of attention the functions
+`python conformance/clients/nanochat.py CHECKOUT --attention scree` gives its module of attention the functions
 of scree in place of the functions of FlashAttention 3.
 """
 

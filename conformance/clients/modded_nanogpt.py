@@ -1,6 +1,6 @@
 """The attention layer of modded-nanogpt, taken from its training script, on packed documents.
 
-`python clients/modded_nanogpt.py CHECKOUT` gives the layer `flash_attn_varlen_func` of scree, and
+`python conformance/clients/modded_nanogpt.py CHECKOUT` gives the layer `flash_attn_varlen_func` of scree, and
 compares outputs and gradients with one call of PyTorch's attention per document.
 """
 

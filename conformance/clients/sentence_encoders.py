@@ -1,6 +1,6 @@
 """Encoders of sentence-transformers with random weights: BERT and ModernBERT.
 
-`python clients/sentence_encoders.py CHECKOUT` encodes sentences of several lengths with
+`python conformance/clients/sentence_encoders.py CHECKOUT` encodes sentences of several lengths with
 `attn_implementation="scree"` and `"sdpa"`, and takes training steps with a loss of the package.
 """
 

@@ -1,6 +1,6 @@
 """torchtitan's Llama 3 debug model with its backend `varlen`, on packed documents.
 
-`python clients/torchtitan.py CHECKOUT` gives the model `varlen_attn` of scree, and compares losses
+`python conformance/clients/torchtitan.py CHECKOUT` gives the model `varlen_attn` of scree, and compares losses
 and gradients with the model on one document at a time. The layer computes in bfloat16.
 """
 

@@ -1,6 +1,6 @@
 """nano-vllm with random weights: its import of `flash_attn` gives the functions of scree, or others.
 
-`python clients/nano_vllm.py CHECKOUT --attention scree` runs the engine unchanged. On a CPU it
+`python conformance/clients/nano_vllm.py CHECKOUT --attention scree` runs the engine unchanged. On a CPU it
 replaces the calls of CUDA, and Triton's interpreter runs the engine's own kernel.
 """
 

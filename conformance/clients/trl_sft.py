@@ -1,6 +1,6 @@
 """TRL's `SFTTrainer` with `padding_free=True`, compared with its trainer on padded batches.
 
-`python clients/trl_sft.py CHECKOUT` trains a small Llama with random weights on tokenized texts.
+`python conformance/clients/trl_sft.py CHECKOUT` trains a small Llama with random weights on tokenized texts.
 """
 
 from __future__ import annotations
