@@ -384,14 +384,15 @@ class Array:
             "a ragged array is not a NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
         )
 
-    # Without these methods PyTorch would take the rows as a sequence of numbers if all have one token.
-    def __dlpack__(self, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            "a ragged array is not a dense array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
-        )
+    if not TYPE_CHECKING:  # a type checker would take it for a dense array
+        # Otherwise PyTorch takes the rows as a sequence of numbers if all have one token.
+        def __dlpack__(self, **kwargs: Any) -> NoReturn:
+            raise TypeError(
+                "a ragged array is not a dense array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
+            )
 
-    def __dlpack_device__(self) -> NoReturn:
-        self.__dlpack__()
+        def __dlpack_device__(self) -> NoReturn:
+            self.__dlpack__()
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
