@@ -190,6 +190,9 @@ def check_functions(mesh: Any, seed: int) -> None:
     compare(rows, [x], lengths, 1, mesh)
     base = scree.from_lengths(x, lengths)
     part = shard(base, mesh)
+    table, ids = random(2, 9, 3), base.with_values(torch.arange(total) % 9)
+    embedded = unshard(scree.gather(table, shard(ids, mesh)))
+    assert torch.equal(embedded.values, table[torch.arange(total) % 9])
     start = torch.arange(lengths.size)
     expected = scree.rope(base, start=start, theta=100.0).values
     torch.testing.assert_close(unshard(scree.rope(part, start=start, theta=100.0)).values, expected)
@@ -232,6 +235,7 @@ def check_refusals(mesh: Any) -> None:
         lambda: scree.to_padded(x),
         lambda: scree.shift(x, 1),
         lambda: scree.topk(x, 1),
+        lambda: scree.gather(arr, x.with_values(torch.zeros(x.values.shape[0], dtype=torch.int64))),
         lambda: split_balanced(x, 2),
         lambda: xp.cumulative_sum(x, axis=1),
         lambda: xp.sort(x, axis=1),

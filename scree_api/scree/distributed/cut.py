@@ -136,6 +136,10 @@ class Cut(RowCut):
             "global positions", lambda: layout.positions + layout.per_token(self._starts)
         )
 
+    def received_tokens(self, left: int | None, right: int | None) -> int:
+        """Return how many keys this rank receives for `attention` under a window."""
+        return sum(self._key_plan(left, right)[0].received) if self.is_cut else 0
+
     # Calls ------------------------------------------------------------------------------------------
     def run(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
@@ -149,7 +153,10 @@ class Cut(RowCut):
             axis = options["axis"]
             if axis is None or (type(axis) is int and axis % first.ndim == first.ragged_dim + 1):
                 return self._softmax_of_rows(name, first)
-        elif name not in TOKENWISE:
+        # An index into a dense array, such as an embedding.
+        elif name not in TOKENWISE and not (
+            name == "gather" and not isinstance(arrays["x"], Array)
+        ):
             check_whole(name, first.layout)
         plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
         return self._restore(name, first.layout, operation.run(plain, options, kernel))
