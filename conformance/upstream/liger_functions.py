@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import softmax
 
 import scree
 
@@ -192,14 +193,7 @@ class _GELUMul:
 
 
 class _Softmax:
-    @staticmethod
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        """Return the softmax over the last axis: of each row of a ragged array."""
-        width = x.shape[-1]
-        count = x.numel() // max(width, 1)
-        offsets = torch.arange(count + 1, dtype=torch.int32, device=x.device) * width
-        rows = scree.Array(x.reshape(-1), offsets, max_length=width)
-        return scree.softmax(rows).values.reshape(x.shape)
+    apply = staticmethod(softmax)
 
 
 class _Rope:
