@@ -234,6 +234,130 @@ def plan_keys(
     return KeyPlan(cut_runs, sent, received, keys, groups or [KeyGroup(0, mine, mine)])
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePlan:
+    """The keys of other ranks that the queries of a rank see, apart from its own keys.
+
+    Attributes
+    ----------
+    has_rows
+        Whether attention to the rank's own keys takes the rank's part of each row as a row; else
+        it takes each piece as a row.
+    queries
+        Runs (start, length) of the tokens of this rank that see keys of other ranks.
+    query_lengths, key_lengths
+        (pieces,) number of these queries, and of the keys of other ranks, of each piece.
+    keys
+        Runs (rank, start, length) of received tokens which, joined, are the keys of all pieces.
+    sent
+        Per rank the runs (start, length) of the tokens of this rank that it needs.
+    received
+        Per rank the number of tokens that this rank receives from it.
+    window
+        The window of the queries and the keys of other ranks.
+    """
+
+    has_rows: bool
+    queries: list[tuple[int, int]]
+    query_lengths: np.ndarray
+    key_lengths: np.ndarray
+    keys: list[tuple[int, int, int]]
+    sent: list[list[tuple[int, int]]]
+    received: list[int]
+    window: tuple[int | None, int | None]
+
+
+def plan_remote_keys(
+    pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
+) -> RemotePlan | None:
+    """Return the keys of other ranks that the queries of a rank need under a window (left, right).
+
+    None unless the keys of other ranks have a simple mask. Under a causal mask a query sees all
+    keys of earlier pieces, without a mask it sees all keys. Under a causal window each piece must be
+    as long as the window, so that its first queries see the end of the piece before it.
+    """
+    left, right = window
+    is_cut = pieces.lengths != lengths[pieces.rows]
+    has_window = left is not None
+    if right not in (0, None) or (has_window and right is None):
+        return None
+    if left is not None and (pieces.lengths[is_cut] < left).any():
+        return None
+    cut = np.flatnonzero(is_cut).tolist()
+    pieces_of_row: dict[int, list[int]] = {}
+    for p in cut:
+        pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
+
+    def needed(query: int) -> list[tuple[int, int, int]]:
+        """Return (piece, from, to) of the keys of other ranks that a piece needs."""
+        start = int(pieces.starts[query])
+        result = []
+        for p in pieces_of_row[int(pieces.rows[query])]:
+            low, high = int(pieces.starts[p]), int(pieces.stops[p])
+            if pieces.ranks[p] == pieces.ranks[query]:
+                continue
+            if right == 0:
+                high = min(high, start)
+            if left is not None:
+                low = max(low, start - left)
+            if low < high:
+                result.append((p, low, high))
+        return result
+
+    def exchanged(destination: int, source: int) -> list[tuple[int, int, int]]:
+        """Return (piece, from, to) of what a rank sends to another, each token once."""
+        ranges: dict[int, tuple[int, int]] = {}
+        for query in cut:
+            if pieces.ranks[query] == destination:
+                for p, low, high in needed(query):
+                    if pieces.ranks[p] == source:
+                        before = ranges.get(p, (low, high))
+                        ranges[p] = min(low, before[0]), max(high, before[1])
+        return [(p, *ranges[p]) for p in sorted(ranges)]
+
+    own = np.flatnonzero(pieces.ranks == rank)
+    first = dict(
+        zip(own.tolist(), np.cumsum(pieces.lengths[own]) - pieces.lengths[own], strict=True)
+    )
+    sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    received = [0] * num_ranks
+    # Piece -> the position in its row of its first received token, and the index of this token.
+    available: dict[int, tuple[int, int]] = {}
+    for other in range(num_ranks):
+        if other == rank:
+            continue
+        for p, low, high in exchanged(other, rank):
+            sent[other].append((int(first[p]) + low - int(pieces.starts[p]), high - low))
+        for p, low, high in exchanged(rank, other):
+            available[p] = low, received[other]
+            received[other] += high - low
+    queries: list[tuple[int, int, int]] = []
+    keys: list[tuple[int, int, int]] = []
+    query_lengths, key_lengths = [], []
+    for query in own[is_cut[own]].tolist():
+        ranges = needed(query)
+        if not ranges:
+            continue
+        length = int(pieces.lengths[query])
+        length = length if left is None else min(length, left)
+        query_lengths.append(length)
+        key_lengths.append(sum(high - low for _, low, high in ranges))
+        _append_run(queries, (rank, int(first[query]), length))
+        for p, low, high in ranges:
+            position, index = available[p]
+            _append_run(keys, (int(pieces.ranks[p]), index + low - position, high - low))
+    return RemotePlan(
+        not has_window,
+        [(start, length) for _, start, length in queries],
+        np.asarray(query_lengths, np.int64),
+        np.asarray(key_lengths, np.int64),
+        keys,
+        sent,
+        received,
+        (0, None) if has_window else (None, None),
+    )
+
+
 def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:
     """Append a run, or make the last run longer."""
     if runs:
