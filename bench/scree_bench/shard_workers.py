@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What the processes measure, and the sizes."""
+    """Parts that the processes measure, and sizes."""
 
     device: str
     parts: tuple[str, ...]
