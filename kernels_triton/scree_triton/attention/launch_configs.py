@@ -948,6 +948,8 @@ class Sm90Config(LaunchConfig):
             _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
         m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
+        # The kernel writes the output either through the descriptor or through the pointer.
+        self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
             dict(
@@ -956,7 +958,7 @@ class Sm90Config(LaunchConfig):
                 **values,
                 STAGES=stages,
                 Q_STAGES=own_stages,
-                STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
+                STORE_IN_Q_SMEM=self.stores_by_tma,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
                 MERGED=rows.merged,
@@ -965,6 +967,7 @@ class Sm90Config(LaunchConfig):
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
+            unwritten="OUT" if self.stores_by_tma else "o_desc",
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
         m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
@@ -1079,6 +1082,9 @@ class Sm90Config(LaunchConfig):
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
         args = bind_args(ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
 
+        # The other one of descriptor and pointer is not used, and has a tensor that is not written.
+        by_tma = self.stores_by_tma
+
         def run(q, k, v, slopes, out, lse):
             launch(
                 ctas,
@@ -1086,9 +1092,9 @@ class Sm90Config(LaunchConfig):
                     q_desc=(q, q_desc),
                     k_desc=(k, k_desc),
                     v_desc=(v, v_desc),
-                    o_desc=(out, o_desc),
+                    o_desc=(out if by_tma else q, o_desc),
                     SLOPES=slopes,
-                    OUT=out,
+                    OUT=q if by_tma else out,
                     LSE=lse,
                     COUNTER=counter(device),
                 ),

@@ -49,6 +49,7 @@ from .device import (
     device_count,
     device_info,
 )
+from .recording import RecordedLaunch, current_recording
 
 #: Errors of a kernel that does not compile or does not fit on the device.
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError)
@@ -189,9 +190,11 @@ class _Described(NamedTuple):
 
 
 Pointer = Annotated[torch.Tensor, "pointer"]
+Written = Annotated[torch.Tensor, "pointer", "written"]
 Stride = Annotated[int, "stride"]
 Number = Annotated[int | float, "number"]
 Descriptor = Annotated[tuple[torch.Tensor, Ragged | Tiled], "descriptor"]
+WrittenDescriptor = Annotated[tuple[torch.Tensor, Ragged | Tiled], "descriptor", "written"]
 _KINDS = "descriptor", "pointer", "stride", "number"
 
 
@@ -200,8 +203,9 @@ def launch_args(cls: type) -> Any:
     """Turn a class of annotated fields into the constructor of the named arguments of one kernel.
 
     The fields are the kernel's parameters before its constants, in the kernel's order. Their
-    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. The constructor
-    takes them by name and returns the tuple (pointers, specialized, numbers, described, shapes).
+    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. Tensors that the
+    kernel writes are `Written` and `WrittenDescriptor` where launches can be recorded, see
+    `recording`. The constructor takes them by name and returns the tuple (pointers, specialized, numbers, described, shapes).
     `specialized` has the addresses of the pointers and the strides: the JIT chooses a variant by
     them.
 
@@ -277,6 +281,9 @@ def launch_args(cls: type) -> Any:
     constructor.__doc__, constructor.__module__ = cls.__doc__, cls.__module__
     constructor.fields, constructor.binder = tuple(kinds), binder
     constructor.launcher, constructor.strides, constructor.numbers = launcher, strides, numbers
+    constructor.written = frozenset(
+        name for name, kind in cls.__annotations__.items() if "written" in kind.__metadata__
+    )
     return constructor
 
 
@@ -349,6 +356,8 @@ class Launch:
     args
         The kernel's named arguments, declared with `launch_args`. Their names, followed by the
         names of the constants, must be the names of the kernel's parameters.
+    unwritten
+        The name of an argument that the kernel does not write with these constants.
     """
 
     __slots__ = (
@@ -362,6 +371,7 @@ class Launch:
         "rows",
         "values",
         "variants",
+        "written",
     )
 
     def __init__(
@@ -372,6 +382,7 @@ class Launch:
         rows: tuple[int, ...] = (),
         *,
         args: Any,
+        unwritten: str = "",
     ):
         if (*args.fields, *constants) != tuple(kernel.arg_names):
             raise TypeError(
@@ -381,7 +392,7 @@ class Launch:
         # Triton 3.9 warns if kernels do not choose, and 3.10 changes the default.
         self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         self.constants, self.rows = constants, rows
-        self.values = tuple(constants.values())
+        self.values, self.written = tuple(constants.values()), args.written - {unwritten}
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
         self.failures: dict[int | tuple[int, ...], str] = {}  # why a variant does not compile
@@ -423,6 +434,14 @@ class Launch:
         if kind in self.failures:
             raise KernelUnavailableError(self.failures[kind])
         strides = specialized[len(pointers) :]
+        if pointers[0].is_meta:
+            described = zip(described, shapes, self.rows)
+            arguments = *described, *pointers, *strides, *numbers
+            launch = RecordedLaunch(
+                self.kernel, programs, arguments, self.constants, self.options, self.written
+            )
+            current_recording().steps.append(launch)
+            return
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         try:
             compiled = self.kernel[(programs,)](

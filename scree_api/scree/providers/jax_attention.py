@@ -213,7 +213,7 @@ class _OnlineSoftmax(NamedTuple):
     maximum: Any  # maximum of the scores
 
 
-def _forward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any]:
+def _attend_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any]:
     """Return the output and the log-sum-exp, (kv_heads, total, groups, value_dim) and (..., 1).
 
     The tensors of `queries` are the scaled q; the tensors of `keys` are k and v.
@@ -247,7 +247,7 @@ def _forward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, An
     return out, jnp.where(nonzero, state.maximum + jnp.log(divisor), -jnp.inf)
 
 
-def _backward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any, Any]:
+def _gradients_of_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any, Any]:
     """Return the gradients of the scaled q, of k and of v.
 
     The tensors of `queries` are the scaled q, a finite log-sum-exp, delta and the gradient of the
@@ -308,17 +308,19 @@ def _attend(
     options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
 ) -> tuple[Any, Any]:
     """Return the output (total, heads, value_dim) and the log-sum-exp (total, heads)."""
-    return _attend_fwd(options, q, k, v, q_offsets, k_offsets)[0]
+    return forward(options, q, k, v, q_offsets, k_offsets)[0]
 
 
-def _attend_fwd(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
+def forward(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
+    """Return the results of a call, and the arguments of `backward` for its gradients."""
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
-    out, lse = _forward(options, queries, keys)
+    out, lse = _attend_tiles(options, queries, keys)
     out, lse = _ungroup_heads(out, q.dtype), _ungroup_heads(lse, lse.dtype)
     return (out, lse[..., 0]), (q, k, v, q_offsets, k_offsets, out, lse)
 
 
-def _attend_bwd(options: Options, residuals: Any, grads: Any) -> Any:
+def backward(options: Options, residuals: Any, grads: Any) -> Any:
+    """Return the gradients of q, k, v and of the offsets, which have none."""
     q, k, v, q_offsets, k_offsets, out, lse = residuals
     kv_heads, wide = k.shape[1], lse.dtype
     out_grad, lse_grad = (x.astype(wide) for x in grads)
@@ -327,12 +329,12 @@ def _attend_bwd(options: Options, residuals: Any, grads: Any) -> Any:
     per_query = [_group_heads(x, kv_heads, wide) for x in (finite_lse, delta, out_grad)]
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
     queries = queries._replace(tensors=(*queries.tensors, *per_query))
-    dq, dk, dv = _backward(options, queries, keys)
+    dq, dk, dv = _gradients_of_tiles(options, queries, keys)
     dq = _ungroup_heads(dq * options.scale, q.dtype)
     return dq, _ungroup_heads(dk, k.dtype), _ungroup_heads(dv, v.dtype), None, None
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(forward, backward)
 _attend = jax.jit(_attend, static_argnums=0)
 
 
@@ -360,13 +362,17 @@ def rejects(call: AttentionCall) -> str | None:
     return None
 
 
+def make_options(call: AttentionCall) -> Options:
+    """Return the static part of a call."""
+    bound = max(x.layout.max_length_bound for x in (call.q, call.k))
+    # Sizes are powers of two, so that slightly longer rows reuse the compiled function.
+    size = min(TILE, 1 << max(bound - 1, 0).bit_length())
+    return Options(call.window, call.scale, call.softcap, size)
+
+
 @register_kernel("attention", provider="loops", rejects=rejects)
 def loops(call: AttentionCall) -> Any:
     """Compute attention with loops over the visible tiles of keys."""
-    q, k = call.q, call.k
-    bound = max(x.layout.max_length_bound for x in (q, k))
-    # Sizes are powers of two, so that slightly longer rows reuse the compiled function.
-    size = min(TILE, 1 << max(bound - 1, 0).bit_length())
-    options = Options(call.window, call.scale, call.softcap, size)
+    q, k, options = call.q, call.k, make_options(call)
     out, lse = _attend(options, q.values, k.values, call.v.values, q.offsets, k.offsets)
     return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)

@@ -1,0 +1,266 @@
+"""Launch compiled Triton kernels from JAX, by a custom call that jaxlib has for them.
+
+The call's target is "triton_kernel_call_ffi", which the CUDA plugin of jaxlib registers. Its
+attribute is a zlib-compressed message of protocol buffers: the machine code, the grid, and one
+parameter per kernel argument. The format is `jaxlib/gpu/triton.proto`; exported programs contain it,
+so jaxlib keeps reading it. The parameters that are arrays take the operands of the call in their
+order. A result is an operand without contents whose memory the result takes over.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import triton
+from jax import lax
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from ..runtime.recording import RecordedLaunch, RecordedSort, Recording
+
+TARGET = "triton_kernel_call_ffi"
+#: JAX dtype -> PyTorch dtype.
+TORCH_DTYPES = {
+    np.dtype(name): dtype
+    for name, dtype in (
+        (jnp.bfloat16, torch.bfloat16),
+        (jnp.float16, torch.float16),
+        (jnp.float32, torch.float32),
+        (jnp.int32, torch.int32),
+        (jnp.int64, torch.int64),
+    )
+}
+_JAX_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_VARINT, _DOUBLE_WORD, _BYTES, _WORD = 0, 1, 2, 5  # wire types of protocol buffers
+_compiled: dict[tuple, Any] = {}
+
+
+def meta(x: Any) -> torch.Tensor:
+    """Return a tensor without data, with the shape and dtype of a JAX array."""
+    return torch.empty(x.shape, dtype=TORCH_DTYPES[np.dtype(x.dtype)], device="meta")
+
+
+def run_recording(
+    recording: Recording,
+    capability: int,
+    inputs: Sequence[tuple[torch.Tensor, Any]],
+    results: Sequence[torch.Tensor],
+) -> list[Any]:
+    """Return the arrays of the results after the recorded launches.
+
+    Parameters
+    ----------
+    recording
+        The launches.
+    capability
+        The compute capability to compile for, for instance 90.
+    inputs
+        The tensors on which the launches were recorded, each with its JAX array.
+    results
+        Tensors that the launches write.
+    """
+    arrays = {_memory(x): array for x, array in inputs}
+    zeros = {_memory(x) for x in recording.zeros}
+    for step in recording.steps:
+        if isinstance(step, RecordedSort):
+            arrays[_memory(step.result)] = _sort_descending(arrays[_memory(step.keys)])
+        else:
+            _launch(step, capability, arrays, zeros)
+    return [arrays[_memory(x)] for x in results]
+
+
+def _memory(x: torch.Tensor) -> int:
+    if x.storage_offset():
+        raise ValueError("a launch on a part of an array cannot be recorded")
+    return x.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _array_type(x: torch.Tensor) -> Any:
+    """Return shape and dtype of the JAX array for a tensor that is neither input nor view.
+
+    int64, which JAX may lack, is a pair of int32.
+    """
+    if x.dtype == torch.int64:
+        return jax.ShapeDtypeStruct((*x.shape, 2), jnp.int32)
+    return jax.ShapeDtypeStruct(tuple(x.shape), _JAX_DTYPES[x.dtype])
+
+
+def _sort_descending(keys: Any) -> Any:
+    """Return non-negative int64 keys, as pairs of int32, in falling order."""
+    low, high = (keys[:, 0].view(jnp.uint32), keys[:, 1])
+    high, low = lax.sort((~high, ~low), num_keys=2)
+    return jnp.stack([(~low).view(jnp.int32), ~high], axis=1)
+
+
+def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros: set[int]) -> None:
+    """Launch one kernel, and replace the arrays that it writes."""
+    compiled, types = compile_launch(step, capability)
+    descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    parameters: list[bytes] = []
+    operands: list[Any] = []
+    written: dict[int, int] = {}  # memory -> operand
+    for name, argument, kind in zip(step.kernel.arg_names, step.arguments, types):
+        if kind == "constexpr":
+            continue
+        if not isinstance(argument, torch.Tensor | tuple):
+            parameters.append(_number(argument, kind))
+            continue
+        tensor = argument[0] if isinstance(argument, tuple) else argument
+        memory, array_type = _memory(tensor), _array_type(tensor)
+        bytes_to_zero = 0
+        if memory not in arrays:
+            if name not in step.written:
+                raise ValueError(f"{step.kernel.__name__} reads {name}, which has no contents")
+            arrays[memory] = lax.empty(array_type.shape, array_type.dtype)
+            if memory in zeros:
+                bytes_to_zero = tensor.numel() * tensor.element_size()
+        if name in step.written:
+            written[memory] = len(operands)
+        operands.append(arrays[memory])
+        if isinstance(argument, tuple):
+            parameters += _descriptor(argument[1], next(descriptors))
+        else:
+            array = _uint(1, bytes_to_zero) + _uint(2, 16)
+            parameters.append(_message(1, array))
+    for memory, operand in written.items():
+        if any(x is arrays[memory] for i, x in enumerate(operands) if i != operand):
+            raise ValueError(f"{step.kernel.__name__} has two arguments in memory that it writes")
+    call = jax.ffi.ffi_call(
+        TARGET,
+        [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in written.values()],
+        input_output_aliases={operand: i for i, operand in enumerate(written.values())},
+    )
+    opaque = zlib.compress(_kernel_call(compiled, capability, step.programs, parameters), 1)
+    for memory, array in zip(written, call(*operands, opaque=opaque)):
+        arrays[memory] = array
+
+
+def compile_launch(step: RecordedLaunch, capability: int) -> tuple[Any, list[str]]:
+    """Return the compiled kernel of a launch, and the types of its arguments."""
+    kernel = step.kernel
+    typed = [
+        argument[1].typed(argument[0], argument[2]) if isinstance(argument, tuple) else argument
+        for argument in step.arguments
+    ]
+    target = GPUTarget("cuda", capability, 32)
+    backend, bind = _binder(kernel, target)
+    options = {
+        "debug": kernel.debug or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+        **step.options,
+    }
+    bound, specialization, _ = bind(*typed, **step.constants, **options)
+    key = (
+        kernel,
+        capability,
+        repr(specialization),
+        *step.constants.values(),
+        *sorted(step.options.items()),
+    )
+    if key not in _compiled:
+        parsed, signature, constants, attributes = kernel._pack_args(
+            backend, {**step.constants, **options}, bound, specialization, None
+        )
+        source = ASTSource
+        if kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as source  # noqa: N813
+        compiled = triton.compile(
+            source(kernel, signature, constants, attributes), target=target, options=parsed.__dict__
+        )
+        _compiled[key] = compiled, list(signature.values())
+    return _compiled[key]  # type: ignore[no-any-return]
+
+
+@cache
+def _binder(kernel: Any, target: GPUTarget) -> tuple[Any, Any]:
+    backend = make_backend(target)
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+# --- The message
+def _varint(x: int) -> bytes:
+    x &= (1 << 64) - 1  # negative numbers are encoded in two's complement
+    encoded = bytearray()
+    while x > 127:
+        encoded.append(x & 127 | 128)
+        x >>= 7
+    encoded.append(x)
+    return bytes(encoded)
+
+
+def _uint(field: int, x: int) -> bytes:
+    return _varint(field << 3 | _VARINT) + _varint(x)
+
+
+def _message(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | _BYTES) + _varint(len(content)) + content
+
+
+def _packed(field: int, numbers: Sequence[int]) -> bytes:
+    return _message(field, b"".join(map(_varint, numbers)))
+
+
+def _number(x: float, kind: str) -> bytes:
+    """Return the parameter of a number."""
+    if kind == "fp32":
+        return _varint(7 << 3 | _WORD) + struct.pack("<f", x)
+    if kind == "fp64":
+        return _varint(8 << 3 | _DOUBLE_WORD) + struct.pack("<d", x)
+    return _uint({"i32": 3, "u32": 4, "i64": 5, "u64": 6}[kind], int(x))
+
+
+def _descriptor(shape: Any, metadata: dict[str, Any]) -> list[bytes]:
+    """Return the parameters of a TMA descriptor: itself, its shape and its strides."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    content = (
+        _uint(1, TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]])
+        + _uint(2, metadata["swizzle"])
+        + _packed(3, shape.shape)
+        + _packed(4, shape.strides)
+        + _packed(5, metadata["block_size"])
+        + _uint(6, 0)
+    )
+    return [
+        _message(9, _message(1, content)),
+        *(_number(x, "i32") for x in shape.shape),
+        *(_number(x, "i64") for x in shape.strides),
+    ]
+
+
+def _kernel_call(
+    compiled: Any, capability: int, programs: int, parameters: Sequence[bytes]
+) -> bytes:
+    metadata, code = compiled.metadata, compiled.asm
+    name, shared = compiled.name.encode(), metadata.shared
+    image = _message(1, code["cubin"]) + _message(2, name) + _uint(3, shared)
+    kernel = b"".join(
+        [
+            _message(1, name),
+            _uint(2, metadata.num_warps),
+            _uint(3, shared),
+            _message(4, code["ptx"].encode()),
+            _uint(6, capability),
+            _uint(10, 1),  # CTAs per cluster
+            _message(11, image),
+        ]
+    )
+    call = b"".join(
+        [
+            _message(1, kernel),
+            _uint(2, programs),
+            _uint(3, 1),
+            _uint(4, 1),
+            *(_message(5, x) for x in parameters),
+        ]
+    )
+    return _message(1, call) + _message(4, name)
