@@ -16,7 +16,7 @@ import numpy as np
 
 import scree
 from scree_triton.jax import attention as kernels
-from scree_triton.jax import devices
+from scree_triton.jax import devices, triton_call
 from scree_triton.runtime.device import TRITON_VERSION, Device, describe_meta
 
 LENGTHS = [40, 0, 130, 7]
@@ -36,7 +36,7 @@ def offsets(lengths):
 def attend(q, k, v, offsets, **options):
     rows = scree.Array(q, offsets, max_length=max(LENGTHS))
     others = rows.with_values(k), rows.with_values(v)
-    return scree.attention(rows, *others, kernel="triton", **options)
+    return scree.attention(rows, *others, kernel="triton_jax", **options)
 
 
 def expected(q, k, v, lengths):
@@ -100,11 +100,19 @@ def launches(text):
         yield operands.split(", "), kernel, [x for field, x in call if field == 5]
 
 
+def ptx_of(kernel):
+    """Return the PTX of the kernel with this machine code."""
+    code = dict(fields(kernel[11]))[1]
+    assert code[:4] == b"\x7fELF"
+    (ptx,) = {x.asm["ptx"] for x, _ in triton_call.COMPILED.values() if x.asm["cubin"] == code}
+    return ptx
+
+
 def check_parameters(text):
     """Compare the parameters of each launch with the entry point of its kernel."""
     names = []
     for operands, kernel, parameters in launches(text):
-        name, ptx = kernel[1].decode(), kernel[4].decode()
+        name, ptx = kernel[1].decode(), ptx_of(kernel)
         names.append(name)
         entry = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
         assert entry[1] == name
@@ -118,10 +126,7 @@ def check_parameters(text):
         declared = ["u32" if x == "b32" else x for x in declared]
         # Scratch memory and the profiler follow.
         assert declared == [*given, "u64", "u64"], (name, declared, given)
-        assert len(operands) == sum(x in ("b8",) for x in given) + sum(
-            next(fields(x))[0] == 1 for x in parameters
-        )
-        assert dict(fields(kernel[11]))[1][:4] == b"\x7fELF"
+        assert len(operands) == sum(field in (1, 9) for x in parameters for field, _ in fields(x))
     return names
 
 
@@ -160,9 +165,9 @@ def check_other_platforms():
     grads, wanted, again = (
         jax.grad(partial(loss, **options), argnums=(0, 1, 2))(q, k, v)
         for options in (
-            {"kernel": "triton"},
+            {"kernel": "triton_jax"},
             {"kernel": "loops"},
-            {"kernel": "triton", "checkpoint": True},
+            {"kernel": "triton_jax", "checkpoint": True},
         )
     )
     for x, y, z in zip(grads, wanted, again, strict=True):
@@ -187,7 +192,7 @@ def main():
     hopper = sys.argv[1] == "hopper"
     version = TRITON_VERSION if hopper else (0, 0)  # no Gluon kernels are tested with it
     describe_meta(Device("nvidia", (9, 0), 132, 227 << 10, 50 << 20, version))
-    scree.register_kernel("attention", provider="triton", rejects=kernels.rejects)(
+    scree.register_kernel("attention", provider="triton_jax", rejects=kernels.rejects)(
         kernels.attention
     )
     devices.PLATFORMS = "cpu"

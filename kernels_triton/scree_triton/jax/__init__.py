@@ -7,6 +7,10 @@ Triton, for the code that chooses and allocates; torch needs no CUDA.
 from importlib import import_module
 from importlib.util import find_spec
 
+#: The name of the kernels, which differs from the name of the kernels for torch: a registration
+#: replaces the one of the same name.
+PROVIDER = "triton_jax"
+
 
 def register() -> None:
     """Register the kernels with scree, if they can run.
@@ -29,7 +33,7 @@ def register() -> None:
     devices = import_module(".devices", __name__)
     devices.describe_gpu(gpu, hasattr(plugin, "create_tma_descriptor_parameter"))
     kernels = import_module(".attention", __name__)
-    register_kernel("attention", provider="triton", rejects=kernels.rejects, note=kernels.note)(
+    register_kernel("attention", provider=PROVIDER, rejects=kernels.rejects, note=kernels.note)(
         kernels.attention
     )
 

@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -41,7 +42,8 @@ TORCH_DTYPES = {
 }
 _JAX_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _VARINT, _DOUBLE_WORD, _BYTES, _WORD = 0, 1, 2, 5  # wire types of protocol buffers
-_compiled: dict[tuple, Any] = {}
+#: Kernel, target and variant -> the compiled kernel and the types of its arguments.
+COMPILED: dict[tuple, tuple[Any, list[str]]] = {}
 
 
 def meta(x: Any) -> torch.Tensor:
@@ -166,7 +168,7 @@ def compile_launch(step: RecordedLaunch, capability: int) -> tuple[Any, list[str
         *step.constants.values(),
         *sorted(step.options.items()),
     )
-    if key not in _compiled:
+    if key not in COMPILED:
         parsed, signature, constants, attributes = kernel._pack_args(
             backend, {**step.constants, **options}, bound, specialization, None
         )
@@ -176,8 +178,8 @@ def compile_launch(step: RecordedLaunch, capability: int) -> tuple[Any, list[str
         compiled = triton.compile(
             source(kernel, signature, constants, attributes), target=target, options=parsed.__dict__
         )
-        _compiled[key] = compiled, list(signature.values())
-    return _compiled[key]  # type: ignore[no-any-return]
+        COMPILED[key] = compiled, list(signature.values())
+    return COMPILED[key]
 
 
 @cache
@@ -243,12 +245,15 @@ def _kernel_call(
     metadata, code = compiled.metadata, compiled.asm
     name, shared = compiled.name.encode(), metadata.shared
     image = _message(1, code["cubin"]) + _message(2, name) + _uint(3, shared)
+    # jaxlib finds the loaded machine code by name and PTX. It copies and hashes both at every launch,
+    # and the hash of the machine code is much shorter than the PTX.
+    digest = sha256(code["cubin"]).hexdigest().encode()
     kernel = b"".join(
         [
             _message(1, name),
             _uint(2, metadata.num_warps),
             _uint(3, shared),
-            _message(4, code["ptx"].encode()),
+            _message(4, digest),
             _uint(6, capability),
             _uint(10, 1),  # CTAs per cluster
             _message(11, image),

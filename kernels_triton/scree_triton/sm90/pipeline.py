@@ -56,9 +56,11 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     """
     if device.type == "meta":
         return recorded_zeros((4,), torch.int32)
-    if torch.cuda.is_current_stream_capturing():
+    stream = current_stream(device.index)
+    # CUDA cannot capture the default stream, which is 0.
+    if stream and torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, current_stream(device.index)
+    key = device.index, stream
     counters = _counters.get(key)
     if counters is None:
         # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.

@@ -146,9 +146,7 @@ def _loop_over_tiles(
         carry = jnp.zeros_like(longest), init(*outer_tensors)
         return lax.while_loop(lambda carry: carry[0] < longest, run_step, carry)[1]
 
-    states = lax.map(
-        run_chunk, jnp.arange(num_chunks * chunk_size).reshape(num_chunks, chunk_size)
-    )
+    states = lax.map(run_chunk, jnp.arange(num_chunks * chunk_size).reshape(num_chunks, chunk_size))
     slots = outer.layout.tile_slots(tile_size)
     slots = jnp.take(rank, slots // tile_size) * tile_size + slots % tile_size
 
