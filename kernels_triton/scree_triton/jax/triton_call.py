@@ -3,8 +3,9 @@
 The call's target is "triton_kernel_call_ffi", which the CUDA plugin of jaxlib registers. Its
 attribute is a zlib-compressed message of protocol buffers: the machine code, the grid, and one
 parameter per kernel argument. The format is `jaxlib/gpu/triton.proto`; exported programs contain it,
-so jaxlib keeps reading it. The parameters that are arrays take the operands of the call in their
-order. A result is an operand without contents whose memory the result takes over.
+so jaxlib keeps reading it. The parameters that are arrays take the operands of the call, and then
+its results, in their order. So a result that is not the last is an operand without contents, whose
+memory the result takes over.
 """
 
 import struct
@@ -106,44 +107,65 @@ def _sort_descending(keys: Any) -> Any:
 def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros: set[int]) -> None:
     """Launch one kernel, and replace the arrays that it writes."""
     compiled, types = compile_launch(step, capability)
+    arguments = [
+        (name, argument, kind)
+        for name, argument, kind in zip(step.kernel.arg_names, step.arguments, types)
+        if kind != "constexpr"
+    ]
+    results = _trailing_results(step, arrays)
     descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     parameters: list[bytes] = []
     operands: list[Any] = []
-    written: dict[int, int] = {}  # memory -> operand
-    for name, argument, kind in zip(step.kernel.arg_names, step.arguments, types):
-        if kind == "constexpr":
-            continue
+    aliases: dict[int, int] = {}  # memory -> operand
+    for name, argument, kind in arguments:
         if not isinstance(argument, torch.Tensor | tuple):
             parameters.append(_number(argument, kind))
             continue
         tensor = argument[0] if isinstance(argument, tuple) else argument
-        memory, array_type = _memory(tensor), _array_type(tensor)
-        bytes_to_zero = 0
-        if memory not in arrays:
-            if name not in step.written:
-                raise ValueError(f"{step.kernel.__name__} reads {name}, which has no contents")
-            arrays[memory] = lax.empty(array_type.shape, array_type.dtype)
-            if memory in zeros:
-                bytes_to_zero = tensor.numel() * tensor.element_size()
-        if name in step.written:
-            written[memory] = len(operands)
-        operands.append(arrays[memory])
+        memory = _memory(tensor)
+        is_zeroed = memory in zeros and memory not in arrays
+        if memory not in results:
+            if memory not in arrays:
+                if name not in step.written:
+                    raise ValueError(f"{step.kernel.__name__} reads {name}, which has no contents")
+                empty = _array_type(tensor)
+                arrays[memory] = lax.empty(empty.shape, empty.dtype)
+            if name in step.written:
+                aliases[memory] = len(operands)
+            operands.append(arrays[memory])
         if isinstance(argument, tuple):
             parameters += _descriptor(argument[1], next(descriptors))
         else:
-            array = _uint(1, bytes_to_zero) + _uint(2, 16)
-            parameters.append(_message(1, array))
-    for memory, operand in written.items():
+            bytes_to_zero = tensor.numel() * tensor.element_size() if is_zeroed else 0
+            parameters.append(_message(1, _uint(1, bytes_to_zero) + _uint(2, 16)))
+    for memory, operand in aliases.items():
         if any(x is arrays[memory] for i, x in enumerate(operands) if i != operand):
             raise ValueError(f"{step.kernel.__name__} has two arguments in memory that it writes")
     call = jax.ffi.ffi_call(
         TARGET,
-        [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in written.values()],
-        input_output_aliases={operand: i for i, operand in enumerate(written.values())},
+        [*results.values(), *(jax.typeof(operands[i]) for i in aliases.values())],
+        input_output_aliases={x: len(results) + i for i, x in enumerate(aliases.values())},
     )
     opaque = zlib.compress(_kernel_call(compiled, capability, step.programs, parameters), 1)
-    for memory, array in zip(written, call(*operands, opaque=opaque)):
-        arrays[memory] = array
+    arrays.update(zip((*results, *aliases), call(*operands, opaque=opaque)))
+
+
+def _trailing_results(step: RecordedLaunch, arrays: dict[int, Any]) -> dict[int, Any]:
+    """Return memory and type of the last tensors of a launch, as far as it writes them first.
+
+    They are results of the call without an operand. So XLA merges equal schedules: calls with an
+    operand of their own are never equal.
+    """
+    results: dict[int, Any] = {}
+    for name, argument in reversed(list(zip(step.kernel.arg_names, step.arguments))):
+        if isinstance(argument, torch.Tensor):
+            memory = _memory(argument)
+            if name not in step.written or memory in arrays or memory in results:
+                break
+            results[memory] = _array_type(argument)
+        elif isinstance(argument, tuple):
+            break
+    return dict(reversed(results.items()))
 
 
 def compile_launch(step: RecordedLaunch, capability: int) -> tuple[Any, list[str]]:
