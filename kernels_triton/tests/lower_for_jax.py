@@ -13,6 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 import scree
 from scree_triton.jax import attention as kernels
@@ -86,7 +87,7 @@ def fields(message):
 
 
 def launches(text):
-    """Yield the number of operands and results, the kernel and its parameters of each custom call in a lowered module."""
+    """Yield the number of buffers, the kernel and the parameters of each call in a lowered module."""
     call_pattern = r"custom_call @triton_kernel_call_ffi\((.*?)\).*?opaque = \"(.*?)\"\}.*?-> (.*)"
     for operands, opaque, types in re.findall(call_pattern, text):
         data = re.sub(
@@ -176,6 +177,23 @@ def check_other_platforms():
         np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-5)
 
 
+def check_shard_map():
+    mesh = Mesh(np.array(jax.devices()), "heads")
+    random = np.random.default_rng(0)
+    inputs = jnp.asarray(random.standard_normal((3, sum(LENGTHS), 2, 32)), jnp.float32)
+    spec = PartitionSpec(None, "heads")
+
+    def run(q, k, v):
+        rows = scree.Array(q, offsets(LENGTHS), max_length=max(LENGTHS))
+        return scree.attention(rows, rows.with_values(k), rows.with_values(v), causal=True).values
+
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+    grads, wanted = (
+        jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(*x)))))(inputs) for f in (sharded, run)
+    )
+    np.testing.assert_allclose(grads, wanted, rtol=1e-5, atol=1e-5)
+
+
 def check_vmap_is_refused():
     q, k, v = arrays(4, 32, jnp.float32)
     batch = jnp.stack([q, q])
@@ -200,8 +218,8 @@ def main():
     check_launches(hopper, 64, jnp.bfloat16)
     check_launches(hopper, 64, jnp.float32)
     if not hopper:
-        check_launches(hopper, 48, jnp.float16)
         check_other_platforms()
+        check_shard_map()
         check_vmap_is_refused()
     print("passed")
 

@@ -199,7 +199,8 @@ def get_launch_config(
         if len(CONFIG_CACHE) >= _MAX_CONFIGS:
             CONFIG_CACHE.clear()
         config = select_config(q.device, q.dtype, _head_layouts(q, k, v), *key[9:])
-        if AUTOTUNE and isinstance(config, PortableConfig) and q.shape[0] > 0 and k.shape[0] > 0:
+        is_tunable = isinstance(config, PortableConfig) and not q.is_meta
+        if AUTOTUNE and is_tunable and q.shape[0] > 0 and k.shape[0] > 0:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 return config  # a graph cannot contain measurements; a later call tunes
             config = config.autotuned(q, k, v, layout, spec)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scree.providers import jax_attention as loops
 
@@ -162,17 +163,16 @@ def _backward_loops(*arrays: Any, static: Static) -> list[Any]:
     return list(loops.backward(static.loops, residuals, (out_grad, lse_grad.T))[:3])
 
 
-def _like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    return jax.core.ShapedArray(shape, dtype)
-
-
 def _forward_types(q: Any, k: Any, v: Any, *_: Any, static: Static) -> list[Any]:
     total, heads, _ = q.shape
-    return [_like(q, (total, heads, v.shape[2]), q.dtype), _like(q, (heads, total), jnp.float32)]
+    # Derived from q, so that they vary over the same axes of a mesh under shard_map.
+    out = q.update(shape=(total, heads, v.shape[2]), weak_type=False)
+    sharding = NamedSharding(q.sharding.mesh, PartitionSpec(None, None))
+    return [out, out.update(shape=(heads, total), dtype=np.dtype("float32"), sharding=sharding)]
 
 
 def _backward_types(q: Any, k: Any, v: Any, *_: Any, static: Static) -> list[Any]:
-    return [_like(x, x.shape, x.dtype) for x in (q, k, v)]
+    return [q, k, v]
 
 
 def _refuse_vmap(*_: Any, **__: Any) -> Any:
