@@ -49,6 +49,7 @@ from .tile_configs import (
     MANY_ROWS,
     MERGED_MEAN_SEQLEN,
     MERGED_SEQLEN,
+    NARROW_HEAD_DIM,
     SHORT_SEQLEN,
     SM90_LONG_ROW_TILES,
     SM90_MERGED_TILES,
@@ -272,7 +273,8 @@ def _config_key(
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
         layout.max_seqlen < UNBOUNDED
         and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
-        and num_rows * heads >= MANY_ROWS,
+        and num_rows * heads * (1 if max(head_dim, head_dim_v) <= NARROW_HEAD_DIM else 3)
+        >= MANY_ROWS,
         window_left >= UNBOUNDED and _has_long_rows(layout, total_k),
     )
 
