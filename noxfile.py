@@ -145,7 +145,7 @@ def upstream_tests(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("version", ["5.17", "5.20", "5.23"])
+@nox.parametrize("version", ["5.17", "5.20", "5.23", "5.24"])
 def transformers(session: nox.Session, version: str) -> None:
     """Test the continuous batching of transformers on the versions that decide by a name."""
     install(session, "torch")
