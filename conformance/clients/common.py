@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -12,9 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+#: The time before a script imports other modules.
+START = time.perf_counter()
 
-def open_checkout(folder: str) -> Path:
-    """Make a checkout importable, and return its path."""
+
+def open_checkout(folder: str | None = None) -> Path:
+    """Make a checkout importable, and return its path; by default, of the script's only argument."""
+    if folder is None:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("checkout")
+        folder = parser.parse_args().checkout
+    assert folder is not None
     path = Path(folder).resolve()
     if not path.is_dir():
         raise SystemExit(f"checkout: expected a folder, got {folder}")
@@ -46,7 +55,7 @@ def commit(checkout: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
-def report(client: str, start: float, checkout: Path | None = None, **results: Any) -> None:
+def report(client: str, checkout: Path | None = None, **results: Any) -> None:
     """Print one line of JSON, and append it to the file that `RESULTS` names."""
     import torch
 
@@ -56,7 +65,7 @@ def report(client: str, start: float, checkout: Path | None = None, **results: A
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     line = {"client": client, "commit": commit(checkout) if checkout else None, **results}
-    line |= {"seconds": round(time.perf_counter() - start, 1), "device": device}
+    line |= {"seconds": round(time.perf_counter() - START, 1), "device": device}
     line |= {"torch": torch.__version__, "scree": scree.__version__}
     text = json.dumps(line)
     print(text, flush=True)
@@ -65,21 +74,43 @@ def report(client: str, start: float, checkout: Path | None = None, **results: A
             file.write(text + "\n")
 
 
-def log_normal_lengths(count: int, median: int, longest: int, seed: int = 0) -> list[int]:
+def add_generation_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """Add the arguments of scripts that generate tokens; `tokens` is the default for each prompt."""
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--median", type=int, default=20, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=tokens, help="new tokens of each prompt")
+    parser.add_argument("--write", type=Path, help="file for the tokens")
+    parser.add_argument("--compare", type=Path, help="file with the tokens of another run")
+
+
+def log_normal_lengths(count: int, median: int, longest: int) -> list[int]:
     """Return lengths of prompts, most of them near `median`."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     return [
         min(longest, max(4, int(median * generator.lognormvariate(0, 0.8)))) for _ in range(count)
     ]
 
 
-def equal_prefix(rows: list[list[int]], others: list[list[int]]) -> float:
-    """Return the fraction of tokens before the first difference of each pair of rows."""
-    equal = total = 0
+def random_prompts(lengths: list[int], tokens: range, seed: int = 0) -> list[list[int]]:
+    """Return prompts of these lengths, of tokens from a range."""
+    generator = random.Random(seed)
+    return [[generator.choice(tokens) for _ in range(length)] for length in lengths]
+
+
+def compare_tokens(options: argparse.Namespace, rows: list[list[int]]) -> dict[str, Any]:
+    """Write the generated tokens or compare them with another run, as the arguments say."""
+    if options.write:
+        options.write.write_text(json.dumps(rows))
+    if not options.compare or not options.compare.exists():
+        return {}
+    others = json.loads(options.compare.read_text())
+    total = equal = 0
     for row, other in zip(rows, others, strict=True):
+        pairs = [a == b for a, b in zip(row, other)]
         total += len(row)
-        for a, b in zip(row, other):
-            if a != b:
-                break
-            equal += 1
-    return round(equal / max(total, 1), 4)
+        equal += pairs.index(False) if False in pairs else len(pairs)
+    return {
+        "equal_tokens": round(equal / max(total, 1), 4),  # before the first difference of a row
+        "equal_rows": sum(a == b for a, b in zip(others, rows)),
+        "equal_first_tokens": sum(a[:1] == b[:1] for a, b in zip(others, rows)),
+    }

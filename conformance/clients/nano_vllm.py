@@ -9,15 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import tempfile
 import time
-from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from common import (
+    add_generation_arguments,
+    compare_tokens,
+    log_normal_lengths,
+    open_checkout,
+    random_prompts,
+    report,
+)
+from flash_peers import peer_functions
 
 SIZES = {
     "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -35,79 +43,10 @@ def flash_functions(name: str) -> ModuleType:
         return flash_attn
     if name == "fa4":  # import the package before the module below takes its name
         import flash_attn.cute
-    attend = attend_by_fa4 if name == "fa4" else attend_by_torch
     module: Any = ModuleType("flash_attn")
     module.__spec__ = ModuleSpec("flash_attn", None)  # transformers asks for it
-
-    def varlen(q: Any, k: Any, v: Any, *, cu_seqlens_k: Any, block_table: Any, **rest: Any) -> Any:
-        used = None if block_table is None else cu_seqlens_k.diff()
-        cu_q, max_q, max_k = (rest[x] for x in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k"))
-        scale = rest["softmax_scale"]
-        return attend(q, k, v, cu_q, cu_seqlens_k, max_q, max_k, block_table, used, scale)
-
-    def kvcache(
-        q: Any, k: Any, v: Any, *, cache_seqlens: Any, block_table: Any, **rest: Any
-    ) -> Any:
-        cu_q = offsets(q.shape[0], 1, q.device)
-        length, scale = block_table.shape[1] * k.shape[1], rest["softmax_scale"]
-        arguments = cu_q, None, 1, length, block_table, cache_seqlens, scale
-        return attend(q[:, 0], k, v, *arguments)[:, None]
-
-    module.flash_attn_varlen_func, module.flash_attn_with_kvcache = varlen, kvcache
+    module.flash_attn_varlen_func, module.flash_attn_with_kvcache = peer_functions(name)
     return module
-
-
-@cache
-def offsets(batch: int, length: int, device: Any) -> Any:
-    """Return the offsets of rows of equal length."""
-    import torch
-
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-
-def attend_by_fa4(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, table: Any, used: Any,
-    scale: float,
-) -> Any:  # fmt: skip
-    """Compute causal attention with FlashAttention 4; with a table, `k` and `v` are pages."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    layout: dict[str, Any] = {"cu_seqlens_k": cu_k, "max_seqlen_k": max_k}
-    if table is not None:
-        layout = {"page_table": table, "seqused_k": used.int()}
-    out = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_q, max_seqlen_q=max_q, softmax_scale=scale, causal=True, **layout
-    )
-    return out[0] if isinstance(out, tuple) else out
-
-
-def attend_by_torch(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, table: Any, used: Any,
-    scale: float,
-) -> Any:  # fmt: skip
-    """Compute causal attention with PyTorch's operators, which have no pages: copy them first."""
-    import torch
-
-    if table is not None:
-        max_k = table.shape[1] * k.shape[1]
-        cu_k = offsets(table.shape[0], max_k, q.device)
-        k, v = (x[table.clamp(min=0)].reshape(-1, *x.shape[2:]) for x in (k, v))
-    if q.is_cuda:
-        used = None if used is None else used.int()
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False, scale=scale, seqused_k=used
-        )[0]
-    rows = []
-    for i, (begin, end) in enumerate(zip(cu_q[:-1].tolist(), cu_q[1:].tolist())):
-        length = int(cu_k[i + 1] - cu_k[i]) if used is None else int(used[i])
-        row_k, row_v = (x[int(cu_k[i]) : int(cu_k[i]) + length] for x in (k, v))
-        mask = torch.ones(end - begin, length, dtype=torch.bool).tril(length - (end - begin))
-        row = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q[begin:end], row_k, row_v)),
-            attn_mask=mask, scale=scale, enable_gqa=True,
-        )  # fmt: skip
-        rows.append(row[0].transpose(0, 1))
-    return torch.cat(rows)
 
 
 def use_cpu() -> None:
@@ -136,14 +75,9 @@ def main() -> None:
     parser.add_argument("checkout")
     parser.add_argument("--attention", choices=["scree", "fa4", "torch"], default="scree")
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--median", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--max-model-len", type=int, default=512)
-    parser.add_argument("--write", help="file for the tokens")
-    parser.add_argument("--compare", help="file with the tokens of another run")
+    add_generation_arguments(parser, tokens=6)
     options = parser.parse_args()
-    start = time.perf_counter()
     import torch
 
     is_cuda = torch.cuda.is_available()
@@ -151,8 +85,6 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         use_cpu()
-    from common import equal_prefix, log_normal_lengths, open_checkout, report
-
     checkout = open_checkout(options.checkout)
     sys.modules["flash_attn"] = flash_functions(options.attention)
     try:
@@ -207,8 +139,7 @@ def main() -> None:
         )  # fmt: skip
     longest = options.max_model_len - options.tokens
     lengths = log_normal_lengths(options.prompts, options.median, longest)
-    generator = random.Random(0)
-    prompts = [[generator.randrange(100) for _ in range(n)] for n in lengths]
+    prompts = random_prompts(lengths, range(100))
     sampling = SamplingParams(temperature=1e-4, max_tokens=options.tokens, ignore_eos=True)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=1e-4, max_tokens=2), use_tqdm=False)
     begin = time.perf_counter()
@@ -218,13 +149,8 @@ def main() -> None:
     results: dict[str, Any] = {"attention": options.attention, "size": options.size}
     results |= {"prompts": len(prompts), "prompt_tokens": sum(lengths)}
     results["tokens_per_s"] = round(sum(map(len, tokens)) / seconds, 1)
-    if options.write:
-        Path(options.write).write_text(json.dumps(tokens))
-    if options.compare:
-        results["equal_tokens"] = equal_prefix(
-            json.loads(Path(options.compare).read_text()), tokens
-        )
-    report("nano-vllm", start, checkout, **results)
+    results |= compare_tokens(options, tokens)
+    report("nano-vllm", checkout, **results)
     if results.get("equal_tokens", 1.0) < 1 and not is_cuda:
         raise SystemExit("expected the tokens of the other run")
 

@@ -160,6 +160,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     if is_decoding(call):
         return prepare_decoding(call, spec)
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
+    is_float32 = call.q.values.dtype == torch.float32
     # Alignment and precision setting -> functions that run forward and backward.
     prepared: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
@@ -178,21 +179,21 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     def run_prepared(
         q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> Any:
-        values = q.values, k.values, v.values
-        slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, q.layout)
-        key = is_tma_aligned(*values), allows_tf32(values[0].dtype)
+        values, layout = (q.values, k.values, v.values), q.layout
+        slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, layout)
+        key = is_tma_aligned(*values), is_float32 and allows_tf32(torch.float32)
         forward, backward = prepared.get(key) or prepare(q, k, values, key)
+        seeds = () if seed is None else (seed,)
         if not (needs_grad and torch.is_grad_enabled()):
-            out, lse = forward(*values, slopes, *as_arguments(seed))
-        elif return_lse:
-            constants = forward, backward, slopes, as_arguments(seed), True
-            out, lse = _differentiable_attention(*values, constants)
+            out, lse = forward(*values, slopes, *seeds)
         else:
-            constants = forward, backward, slopes, as_arguments(seed), False
-            return q.from_layout(_differentiable_attention(*values, constants), q.layout)
+            constants = forward, backward, slopes, seeds, return_lse
+            out = _differentiable_attention(*values, constants)
+            if return_lse:
+                out, lse = out
         if return_lse:
-            return q.from_layout(out, q.layout), q.from_layout(lse.t(), q.layout)
-        return q.from_layout(out, q.layout)
+            return q.from_layout(out, layout), q.from_layout(lse.t(), layout)
+        return q.from_layout(out, layout)
 
     return run_prepared
 

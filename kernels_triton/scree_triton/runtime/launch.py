@@ -21,10 +21,12 @@ determines::
     launch(programs, args(Q=(q, ragged(...)), X=x))
 
 `launch_on_device(launch, programs, args)` also selects the CUDA device of the tensors. Where a
-launch config fixes all but the pointers, the launch takes a third of the time::
+launch config fixes all but the tensors, the launch takes a third of the time::
 
-    launch_forward = bind_launch(launch, programs, ForwardArgs, x_stride=1024, count=3)
-    launch_forward(X=x)
+    launch_forward = bind_launch(
+        launch, programs, ForwardArgs, Q=ragged(...), x_stride=1024, count=3
+    )
+    launch_forward(Q=q, X=x)
 """
 
 import inspect
@@ -224,28 +226,38 @@ def launch_args(cls: type) -> Any:
     described_groups = ", ".join(pack([f"{x}[{i}]" for x in described]) for i in range(2))
 
     @cache
-    def launcher() -> Callable[..., Any]:
-        """Return a function for `bind_launch`; the function it returns takes the pointers."""
+    def launcher(*bound: str) -> Callable[..., Any]:
+        """Return a function for `bind_launch`, whose result takes the tensors that are not bound."""
+        free = [x for x in (*described, *pointers) if x not in bound]
+        start = "start(programs, 1, 1, current_stream(launch.index), *fixed, "
         if described:
-            raise TypeError(f"{cls.__name__} has descriptors, which cannot be bound")
-        addresses = pack([f"address({x})" for x in pointers])
+            start = (
+                f"bases = {pack([f'address({x})' for x in described])}\n"
+                f"            descriptors = encoded.get((bases, shapes)) or "
+                f"encode((bases, shapes), {pack(described)}, shapes)\n"
+                f"            {start}*descriptors, "
+            )
+        addresses = pack([x + "_address" if x in bound else f"address({x})" for x in pointers])
         namespace: dict[str, Any] = {"address": _address, "gcd": gcd}
         exec(
-            f"def bind(launch, programs, alignment, strides, numbers, can_keep, current_stream):\n"
+            f"def bind(\n"
+            f"    launch, programs, shapes, strides, numbers, kind, current_stream, "
+            f"{', '.join(bound)}\n"
+            f"):\n"
             f"    tail = *strides, *numbers, *launch.values\n"
-            f"    variant = None\n"
-            f"    def {cls.__name__}(*, {', '.join(pointers)}):\n"
+            f"    encoded, encode, variant = launch.encoded, launch.encode, None\n"
+            + "".join(f"    {x}_address = address({x})\n" for x in bound)
+            + f"    def {cls.__name__}(*, {', '.join(free)}):\n"
             f"        nonlocal variant\n"
             f"        addresses = {addresses}\n"
-            f"        if variant is not None and gcd(alignment, *addresses) == 16:\n"
+            f"        if variant is not None and gcd(16, *addresses) == 16:\n"
             f"            start, fixed = variant\n"
-            f"            stream = current_stream(launch.index)\n"
-            f"            start(programs, 1, 1, stream, *fixed, *addresses, *tail)\n"
+            f"            {start}*addresses, *tail)\n"
             f"            return\n"
             f"        pointers = {pack(pointers)}\n"
-            f"        launch(programs, (pointers, (*addresses, *strides), numbers, (), ()))\n"
-            f"        if can_keep:\n"
-            f"            variant = launch.variants.get(16)\n"
+            f"        specialized = *addresses, *strides\n"
+            f"        launch(programs, (pointers, specialized, numbers, {pack(described)}, shapes))\n"
+            f"        variant = launch.variants.get(kind)\n"
             f"    return {cls.__name__}",
             namespace,
         )
@@ -276,7 +288,12 @@ def launch_args(cls: type) -> Any:
     constructor.__qualname__ = cls.__name__
     constructor.__doc__, constructor.__module__ = cls.__doc__, cls.__module__
     constructor.fields, constructor.binder = tuple(kinds), binder
-    constructor.launcher, constructor.strides, constructor.numbers = launcher, strides, numbers
+    constructor.launcher, constructor.described, constructor.pointers = (
+        launcher,
+        described,
+        pointers,
+    )
+    constructor.strides, constructor.numbers = strides, numbers
     return constructor
 
 
@@ -285,17 +302,23 @@ def bind_args(args: Any, **values: Any) -> Callable[..., Any]:
     return args.binder(*values)(**values)  # type: ignore[no-any-return]
 
 
-def bind_launch(
-    launch: "Launch", programs: int, args: Any, **values: int | float
-) -> Callable[..., None]:
-    """Return a function of the pointers of `args` that launches with all other fields fixed."""
-    strides, numbers = (
-        tuple(values[name] for name in names) for names in (args.strides, args.numbers)
+def bind_launch(launch: "Launch", programs: int, args: Any, **values: Any) -> Callable[..., None]:
+    """Return a function of the tensors of `args` that launches with all other fields fixed.
+
+    `values` has every stride and number, the shape of every descriptor, and the tensors that are
+    the same in all launches.
+    """
+    shapes, strides, numbers = (
+        tuple(values[name] for name in names)
+        for names in (args.described, args.strides, args.numbers)
     )
-    can_keep = max(0, *strides, *numbers) < _LIMIT
-    alignment = _alignment(*strides)
-    return args.launcher()(  # type: ignore[no-any-return]
-        launch, programs, alignment, strides, numbers, can_keep, current_stream
+    bound = {name: values[name] for name in args.pointers if name in values}
+    # The variant for tensors at multiples of 16. There is none for numbers beyond 32 bits.
+    kind: Any = None
+    if max(0, *strides, *numbers) < _LIMIT:
+        kind = _kind((*(0 for _ in args.pointers), *strides))
+    return args.launcher(*bound)(  # type: ignore[no-any-return]
+        launch, programs, shapes, strides, numbers, kind, current_stream, **bound
     )
 
 
@@ -325,6 +348,11 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
 def _specialization(x: int) -> int:
     """Return the property of a pointer or stride that the JIT specializes on, besides its type."""
     return 0 if x % 16 == 0 else 1 if x == 1 else 2
+
+
+def _kind(specialized: Sequence[int]) -> int | tuple[int, ...]:
+    """Return the key of the variant for these pointers and strides."""
+    return 16 if _alignment(*specialized) == 16 else tuple(map(_specialization, specialized))
 
 
 class Launch:
@@ -392,9 +420,7 @@ class Launch:
         `args` are the kernel's named arguments, see `launch_args`.
         """
         pointers, specialized, numbers, described, shapes = args
-        kind: int | tuple[int, ...] = _alignment(*specialized)
-        if kind != 16:
-            kind = tuple(map(_specialization, specialized))
+        kind = _kind(specialized)
         variant = self.variants.get(kind)
         if variant is not None and not (
             _TRUNCATES and max(0, *specialized[len(pointers) :], *numbers) >= _LIMIT
@@ -402,8 +428,8 @@ class Launch:
             launch, fixed = variant
             descriptors = ()
             if shapes:
-                key = *map(_address, described), *shapes
-                descriptors = self.encoded.get(key) or self._encode(key, described, shapes)
+                key = (*map(_address, described),), shapes
+                descriptors = self.encoded.get(key) or self.encode(key, described, shapes)
             try:
                 launch(
                     programs,
@@ -451,7 +477,7 @@ class Launch:
             self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
             self.variants[kind] = _launcher(compiled, bool(self.rows))
 
-    def _encode(
+    def encode(
         self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]
     ) -> tuple:
         """Return the launcher's arguments for the descriptors.

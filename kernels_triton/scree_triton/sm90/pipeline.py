@@ -53,9 +53,11 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     than a device's queue of launches. A captured graph may be replayed at any time, so it gets
     counters that nothing else uses.
     """
-    if torch.cuda.is_current_stream_capturing():
+    stream = current_stream(device.index)
+    # CUDA cannot capture the default stream, which is 0.
+    if stream and torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, current_stream(device.index)
+    key = device.index, stream
     counters = _counters.get(key)
     if counters is None:
         # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.
