@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from ..ops.attention import AttentionCall
 from ..ops.merge_attention import merge_attention
 from ..ops.segment import append_axes, safe_divide
 from ..ops.softmax import logsumexp
-from ..providers.torch_attention_gradient import attention_gradient
 from .pieces import KeyGroup, KeyPlan, Pieces, RemotePlan, plan_keys, plan_remote_keys
-from .torch import Group, not_compiled
+
+if TYPE_CHECKING:
+    from .torch import Group
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
@@ -152,9 +153,8 @@ class Cut(RowCut):
     ) -> Any:
         """Run an operation whose first array is a shard; see `RowCut`."""
         name, first = operation.name, next(iter(arrays.values()))
-        run = RUN.get(name)
-        if run is not None:
-            return run(self, operation, arrays, options, kernel)
+        if name in RUN:
+            return getattr(self, RUN[name])(operation, arrays, options, kernel)
         if name in SOFTMAX:
             axis = options["axis"]
             if axis is None or (type(axis) is int and axis % first.ndim == first.ragged_dim + 1):
@@ -251,12 +251,17 @@ class Cut(RowCut):
         xp, targets = layout.xp, plain["targets"].values
         is_pair = isinstance(result, tuple)
         losses = result if is_pair else (result,)
-        counted = xp.sum(xp.astype(targets != options["ignore_index"], losses[0].dtype))
+        is_counted = targets != options["ignore_index"]
+        mask = self.plain.token_mask
+        is_counted = is_counted if mask is None else is_counted & mask
+        counted = xp.sum(xp.astype(is_counted, losses[0].dtype))
         count = self.group.all_sum(counted)
         means = [safe_divide(xp, x, count) for x in losses]
         return tuple(means) if is_pair else means[0]
 
-    @not_compiled
+    def _attention_outside_of_graphs(self, *arguments: Any) -> Any:
+        return self.group.outside_of_graphs(self._attention, *arguments)
+
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:
@@ -441,7 +446,7 @@ class Cut(RowCut):
         wide = accumulation_dtype(xp, x.dtype)
         plain = plain.with_values(xp.astype(plain.values, wide, copy=False))
         parts = self.group.all_gather(logsumexp(plain))
-        largest = xp.max(parts.detach(), axis=0)
+        largest = xp.max(self.group.without_gradient(parts), axis=0)
         largest = xp.where(largest == -math.inf, 0.0, largest)
         total = xp.sum(xp.exp(parts - largest), axis=0)
         is_empty = total == 0
@@ -523,6 +528,8 @@ class _Parts(NamedTuple):
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_own: bool
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of q, k and v of a part."""
+        from ..providers.torch_attention_gradient import attention_gradient
+
         arrays, options = self._call(q, k, v, is_own)
         return attention_gradient(AttentionCall(**arrays, **options), out, lse, dout, dlse)
 
@@ -560,10 +567,10 @@ def _check_element_key(x: Array, key: Any) -> None:
     check_whole("index of rows or tokens", x.layout)
 
 
-#: Operations on shards that are no tokenwise operations.
-RUN: dict[str, Callable[..., Any]] = {
-    "attention": Cut._attention,
-    "cross_entropy": Cut._loss,
-    "linear_cross_entropy": Cut._loss,
-    "rope": Cut._rope,
+#: Methods for the operations on shards that are no tokenwise operations.
+RUN = {
+    "attention": "_attention_outside_of_graphs",
+    "cross_entropy": "_loss",
+    "linear_cross_entropy": "_loss",
+    "rope": "_rope",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,16 @@ class Group:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of all pieces of this rank, (keys, num_kv_heads, dim)."""
         return _Exchange.apply(k, v, plan, self)
+
+    @staticmethod
+    @not_compiled
+    def outside_of_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function at which a compiler breaks the graph."""
+        return function(*arguments)
+
+    def without_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a constant."""
+        return x.detach()
 
     def attend_to_parts(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RemotePlan, parts: Parts
