@@ -162,7 +162,9 @@ def clients(session: nox.Session) -> None:
     if len(session.posargs) != 1:
         session.error("expected the folder of the checkouts: nox -s clients -- FOLDER")
     install(session, "torch")
-    session.install("accelerate", "datasets", "filelock", "requests", "scikit-learn")  # TRL, encoders
+    session.install(
+        "accelerate", "datasets", "filelock", "requests", "scikit-learn"
+    )  # TRL, encoders
     session.install("spmd_types", "torchdata", "tyro")  # torchtitan
     tokens = str(Path(session.create_tmp()) / "tokens.json")
     for name, runs in {
