@@ -961,6 +961,7 @@ class Sm90Config(LaunchConfig):
             dict(
                 BLOCK_M=m,
                 BLOCK_N=n,
+                HEAD_DIM=self.q.head_dim,
                 **values,
                 STAGES=stages,
                 Q_STAGES=own_stages,
