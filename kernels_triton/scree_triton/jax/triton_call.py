@@ -151,10 +151,9 @@ def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros
 
 
 def _trailing_results(step: RecordedLaunch, arrays: dict[int, Any]) -> dict[int, Any]:
-    """Return memory and type of the last tensors of a launch, as far as it writes them first.
+    """Return memory and type of the last tensors of a launch, as far as they have no contents yet.
 
-    They are results of the call without an operand. So XLA merges equal schedules: calls with an
-    operand of their own are never equal.
+    They are results of the call that need no operand.
     """
     results: dict[int, Any] = {}
     for name, argument in reversed(list(zip(step.kernel.arg_names, step.arguments))):
