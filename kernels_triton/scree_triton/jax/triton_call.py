@@ -75,7 +75,7 @@ def run_recording(
     zeros = {_memory(x) for x in recording.zeros}
     for step in recording.steps:
         if isinstance(step, RecordedSort):
-            arrays[_memory(step.result)] = _sort_descending(arrays[_memory(step.keys)])
+            arrays[_memory(step.result)] = sort_descending(arrays[_memory(step.keys)])
         else:
             _launch(step, capability, arrays, zeros)
     return [arrays[_memory(x)] for x in results]
@@ -97,7 +97,7 @@ def _array_type(x: torch.Tensor) -> Any:
     return jax.ShapeDtypeStruct(tuple(x.shape), _JAX_DTYPES[x.dtype])
 
 
-def _sort_descending(keys: Any) -> Any:
+def sort_descending(keys: Any) -> Any:
     """Return non-negative int64 keys, as pairs of int32, in falling order."""
     low, high = (keys[:, 0].view(jnp.uint32), keys[:, 1])
     high, low = lax.sort((~high, ~low), num_keys=2)
