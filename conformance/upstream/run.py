@@ -33,7 +33,7 @@ class Suite:
     Attributes
     ----------
     repository, commit, licence
-        The tested state of the project.
+        The tested state of the project: a commit, or the tag of a release.
     files
         Test files, relative to the checkout or absolute.
     changes
