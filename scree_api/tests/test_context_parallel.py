@@ -1,6 +1,7 @@
 """Shards over gloo, 2 to 4 processes, have the results and the gradients of whole rows."""
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -190,6 +191,9 @@ def check_functions(mesh: Any, seed: int) -> None:
     compare(rows, [x], lengths, 1, mesh)
     base = scree.from_lengths(x, lengths)
     part = shard(base, mesh)
+    table, ids = random(2, 9, 3), base.with_values(torch.arange(total) % 9)
+    embedded = unshard(scree.gather(table, shard(ids, mesh)))
+    assert torch.equal(embedded.values, table[torch.arange(total) % 9])
     start = torch.arange(lengths.size)
     expected = scree.rope(base, start=start, theta=100.0).values
     torch.testing.assert_close(unshard(scree.rope(part, start=start, theta=100.0)).values, expected)
@@ -232,6 +236,7 @@ def check_refusals(mesh: Any) -> None:
         lambda: scree.to_padded(x),
         lambda: scree.shift(x, 1),
         lambda: scree.topk(x, 1),
+        lambda: scree.gather(arr, x.with_values(torch.zeros(x.values.shape[0], dtype=torch.int64))),
         lambda: split_balanced(x, 2),
         lambda: xp.cumulative_sum(x, axis=1),
         lambda: xp.sort(x, axis=1),
@@ -359,8 +364,10 @@ def check_death(mesh: Any, rank: int) -> None:
     dist.barrier()
     if rank == 3:
         os._exit(0)
+    start = time.monotonic()
     with pytest.raises(RuntimeError):
         scree.attention(x, x, x, causal=True)
+    assert time.monotonic() - start < 60, "the time-out of the process group"
 
 
 def work(rank: int, folder: Path) -> None:
@@ -415,3 +422,19 @@ def test_cut_rows_balances_costs(num_ranks: int, cost: tuple[float, float]) -> N
         assert np.array_equal(covered, lengths)
         assert totals.max() <= 1.015 * totals.mean()
     assert cut_rows(np.asarray([0, 0]), num_ranks, cost).rows.size == 0
+
+
+def test_cut_rows_cuts_only_where_whole_rows_are_unbalanced() -> None:
+    def cut_and_loads(lengths: list[int], num_ranks: int) -> tuple[list[int], list[int]]:
+        pieces = cut_rows(np.asarray(lengths), num_ranks, (1, 0))
+        loads = [int(pieces.lengths[pieces.ranks == rank].sum()) for rank in range(num_ranks)]
+        return np.flatnonzero(np.bincount(pieces.rows) > 1).tolist(), loads
+
+    # The longest row first: 13 + 4 and 13. Exchanging 700 and 500 balances the ranks.
+    assert cut_and_loads([800, 700, 600, 500, 400], 2) == ([], [1500, 1500])
+    assert cut_and_loads([900, 500, 400, 300, 300, 300], 3) == ([], [900, 900, 900])
+    # A row above its share is cut; else the shortest row that is enough.
+    rows, loads = cut_and_loads([1000, 600, 320], 2)
+    assert rows == [0] and max(loads) <= 961
+    rows, loads = cut_and_loads([900, 900, 300], 2)
+    assert rows == [2] and max(loads) - min(loads) <= 2

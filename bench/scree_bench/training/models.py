@@ -101,11 +101,18 @@ def ragged(
     p: dict[str, Any], size: Size, ids: Any, offsets: Any, longest: int, recomputes: bool
 ) -> scree.Array:
     """Return the hidden states of packed documents, on scree."""
+    # One layout for all layers: kernels keep what they derive from the offsets in it.
+    tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
+    return hidden_states(p, size, tokens, recomputes)
+
+
+def hidden_states(
+    p: dict[str, Any], size: Size, tokens: scree.Array, recomputes: bool = False
+) -> scree.Array:
+    """Return the hidden states of ragged token ids, which may be a shard of a batch."""
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 
-    # One layout for all layers: kernels keep what they derive from the offsets in it.
-    tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
     array = tokens.with_values
 
     def norm(x: scree.Array, name: str, residual: scree.Array | None = None) -> Any:

@@ -104,7 +104,7 @@ def _load_tile(
 def _cap(x, softcap, CAPPED: tl.constexpr):
     """Return softcap * tanh(x / softcap).
 
-    With CAPPED 1 the error is that of a number near the softcap. With CAPPED 2 it is relative to
+    With CAPPED 1 the error is as large as near the softcap. With CAPPED 2 it is relative to
     the result.
     """
     y = softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * _LOG2E / softcap)) + 1.0)

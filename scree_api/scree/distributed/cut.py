@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from ..broadcasting import accumulation_dtype, moveaxis
 from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
+from ..ops.merge_attention import merge_attention
 from ..ops.segment import append_axes, safe_divide
 from ..ops.softmax import logsumexp
-from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
-from .torch import Group, not_compiled
+from .pieces import KeyGroup, KeyPlan, Pieces, RemotePlan, plan_keys, plan_remote_keys
+
+if TYPE_CHECKING:
+    from .torch import Group
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
@@ -136,20 +139,30 @@ class Cut(RowCut):
             "global positions", lambda: layout.positions + layout.per_token(self._starts)
         )
 
+    def received_tokens(self, left: int | None, right: int | None) -> int:
+        """Return how many keys this rank receives for `attention` under a window."""
+        if not self.is_cut:
+            return 0
+        remote = self._remote_plan(left, right)
+        plan = self._key_plan(left, right)[0] if remote is None else remote[0]
+        return sum(plan.received)
+
     # Calls ------------------------------------------------------------------------------------------
     def run(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:
         """Run an operation whose first array is a shard; see `RowCut`."""
         name, first = operation.name, next(iter(arrays.values()))
-        run = RUN.get(name)
-        if run is not None:
-            return run(self, operation, arrays, options, kernel)
+        if name in RUN:
+            return getattr(self, RUN[name])(operation, arrays, options, kernel)
         if name in SOFTMAX:
             axis = options["axis"]
             if axis is None or (type(axis) is int and axis % first.ndim == first.ragged_dim + 1):
                 return self._softmax_of_rows(name, first)
-        elif name not in TOKENWISE:
+        # An index into a dense array, such as an embedding.
+        elif name not in TOKENWISE and not (
+            name == "gather" and not isinstance(arrays["x"], Array)
+        ):
             check_whole(name, first.layout)
         plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
         return self._restore(name, first.layout, operation.run(plain, options, kernel))
@@ -238,12 +251,17 @@ class Cut(RowCut):
         xp, targets = layout.xp, plain["targets"].values
         is_pair = isinstance(result, tuple)
         losses = result if is_pair else (result,)
-        counted = xp.sum(xp.astype(targets != options["ignore_index"], losses[0].dtype))
+        is_counted = targets != options["ignore_index"]
+        mask = self.plain.token_mask
+        is_counted = is_counted if mask is None else is_counted & mask
+        counted = xp.sum(xp.astype(is_counted, losses[0].dtype))
         count = self.group.all_sum(counted)
         means = [safe_divide(xp, x, count) for x in losses]
         return tuple(means) if is_pair else means[0]
 
-    @not_compiled
+    def _attention_outside_of_graphs(self, *arguments: Any) -> Any:
+        return self.group.outside_of_graphs(self._attention, *arguments)
+
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:
@@ -256,6 +274,9 @@ class Cut(RowCut):
             return self._restore("attention", layout, operation.run(plain, options, kernel))
         if self._exchanges_heads(call):
             return self._attention_of_heads(operation, call, layout, options, kernel)
+        remote = None if call.alibi_slopes is not None else self._remote_plan(*call.window)
+        if remote is not None:
+            return self._attention_to_parts(operation, call, layout, options, kernel, remote)
         slopes = call.alibi_slopes
         if slopes is not None and not call.causal:
             raise ValueError(
@@ -290,6 +311,45 @@ class Cut(RowCut):
             outputs = [xp.take(x, inverse, axis=0) for x in outputs]
         shards = [Array.from_layout(x, layout) for x in outputs]
         return tuple(shards) if call.return_lse else shards[0]
+
+    def _attention_to_parts(
+        self,
+        operation: Any,
+        call: AttentionCall,
+        layout: Layout,
+        options: dict[str, Any],
+        kernel: str | None,
+        remote: tuple[RemotePlan, Layout, Layout],
+    ) -> Any:
+        """Compute attention to the keys of this rank while the keys of other ranks arrive."""
+        plan, queries, keys = remote
+        own = self.plain if plan.has_rows else self.piece_layout
+        parts = _Parts(operation, options, kernel, own, queries, keys, plan.window)
+        out, lse = self.group.attend_to_parts(
+            call.q.values, call.k.values, call.v.values, plan, parts
+        )
+        out, lse = Array.from_layout(out, layout), Array.from_layout(lse, layout)
+        return (out, lse) if call.return_lse else out
+
+    def _remote_plan(
+        self, left: int | None, right: int | None
+    ) -> tuple[RemotePlan, Layout, Layout] | None:
+        """Return the plan, and the layouts of the queries and of the keys of other ranks."""
+
+        def make() -> tuple[RemotePlan, Layout, Layout] | None:
+            plan = plan_remote_keys(
+                self.pieces, self._lengths, self.group.rank, self.group.size, (left, right)
+            )
+            if plan is None:
+                return None
+            lib, like = self.plain.backend, self.plain.offsets
+            queries, keys = (
+                Layout.from_host_lengths(lib, x, like=like)
+                for x in (plan.query_lengths, plan.key_lengths)
+            )
+            return plan, queries, keys
+
+        return self.plain.cached(("remote keys", left, right), make)
 
     def _exchanges_heads(self, call: AttentionCall) -> bool:
         """Return whether all ranks exchange heads for tokens, instead of sending keys."""
@@ -386,7 +446,7 @@ class Cut(RowCut):
         wide = accumulation_dtype(xp, x.dtype)
         plain = plain.with_values(xp.astype(plain.values, wide, copy=False))
         parts = self.group.all_gather(logsumexp(plain))
-        largest = xp.max(parts.detach(), axis=0)
+        largest = xp.max(self.group.without_gradient(parts), axis=0)
         largest = xp.where(largest == -math.inf, 0.0, largest)
         total = xp.sum(xp.exp(parts - largest), axis=0)
         is_empty = total == 0
@@ -431,6 +491,49 @@ class Cut(RowCut):
         return merged if dtype is None else xp.astype(merged, dtype, copy=False)
 
 
+class _Parts(NamedTuple):
+    """Attention to the keys of this rank, and to the keys of other ranks; see `torch.Parts`."""
+
+    operation: Any
+    options: dict[str, Any]
+    kernel: str | None
+    own: Layout
+    queries: Layout
+    keys: Layout
+    window: tuple[int | None, int | None]
+
+    def _call(self, q: Any, k: Any, v: Any, is_own: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arrays and the options of one part."""
+        layouts = (self.own, self.own) if is_own else (self.queries, self.keys)
+        arrays = {
+            "q": Array.from_layout(q, layouts[0]),
+            "k": Array.from_layout(k, layouts[1]),
+            "v": Array.from_layout(v, layouts[1]),
+            "alibi_slopes": None,
+        }
+        options = {**self.options, "return_lse": True}
+        return arrays, options if is_own else {**options, "causal": False, "window": self.window}
+
+    def attend(self, q: Any, k: Any, v: Any, is_own: bool) -> tuple[Any, Any]:
+        """Return the output and the log-sum-exp of a part."""
+        arrays, options = self._call(q, k, v, is_own)
+        out, lse = self.operation.run(arrays, options, self.kernel)
+        return out.values, lse.values
+
+    def merge(self, outputs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
+        """Return the output and the log-sum-exp of both parts."""
+        return merge_attention(outputs, lses)
+
+    def gradients(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_own: bool
+    ) -> tuple[Any, Any, Any]:
+        """Return the gradients of q, k and v of a part."""
+        from ..providers.torch_attention_gradient import attention_gradient
+
+        arrays, options = self._call(q, k, v, is_own)
+        return attention_gradient(AttentionCall(**arrays, **options), out, lse, dout, dlse)
+
+
 class QueryGroup(NamedTuple):
     """A `KeyGroup` on the device.
 
@@ -464,10 +567,10 @@ def _check_element_key(x: Array, key: Any) -> None:
     check_whole("index of rows or tokens", x.layout)
 
 
-#: Operations on shards that are no tokenwise operations.
-RUN: dict[str, Callable[..., Any]] = {
-    "attention": Cut._attention,
-    "cross_entropy": Cut._loss,
-    "linear_cross_entropy": Cut._loss,
-    "rope": Cut._rope,
+#: Methods for the operations on shards that are no tokenwise operations.
+RUN = {
+    "attention": "_attention_outside_of_graphs",
+    "cross_entropy": "_loss",
+    "linear_cross_entropy": "_loss",
+    "rope": "_rope",
 }
