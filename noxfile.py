@@ -145,7 +145,7 @@ def upstream_tests(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("version", ["5.17", "5.20", "5.23"])
+@nox.parametrize("version", ["5.17", "5.20", "5.23", "5.24"])
 def transformers(session: nox.Session, version: str) -> None:
     """Test the continuous batching of transformers on the versions that decide by a name."""
     install(session, "torch")
@@ -162,7 +162,9 @@ def clients(session: nox.Session) -> None:
     if len(session.posargs) != 1:
         session.error("expected the folder of the checkouts: nox -s clients -- FOLDER")
     install(session, "torch")
-    session.install("accelerate", "datasets", "filelock", "requests", "scikit-learn")  # TRL, encoders
+    session.install(
+        "accelerate", "datasets", "filelock", "requests", "scikit-learn"
+    )  # TRL, encoders
     session.install("spmd_types", "torchdata", "tyro")  # torchtitan
     tokens = str(Path(session.create_tmp()) / "tokens.json")
     for name, runs in {

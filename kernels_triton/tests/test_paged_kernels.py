@@ -1,6 +1,8 @@
 """Kernels of paged caches compared with loops over rows and heads in float64."""
 
+import gc
 import warnings
+import weakref
 from itertools import product
 
 import numpy as np
@@ -242,6 +244,17 @@ def test_dense_table_and_repeated_calls_give_the_same_bits():
         for _ in range(2):
             again = scree.paged_attention(q, *caches, page_table, lengths, kernel="triton").values
             assert torch.equal(first, again)
+
+
+def test_cached_call_keeps_no_array_of_the_first_call():
+    caches, table, lengths, _ = make_cache((20, 9), 16, 2, (16, 16), torch.float16)
+    q, _ = make_queries((1, 1), 4, 16, torch.float16)
+    layouts = q.layout, table.layout
+    scree.paged_attention(q, *caches, table, lengths, kernel="triton")
+    kept = [weakref.ref(x) for x in (q.values, *caches, table.values, lengths)]
+    del q, caches, table, lengths
+    gc.collect()
+    assert layouts and [x() for x in kept] == [None] * 5
 
 
 def test_every_combination_of_dtypes_has_kernels_of_its_own():

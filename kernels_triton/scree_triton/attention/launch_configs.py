@@ -199,7 +199,8 @@ def get_launch_config(
         if len(CONFIG_CACHE) >= _MAX_CONFIGS:
             CONFIG_CACHE.clear()
         config = select_config(q.device, q.dtype, _head_layouts(q, k, v), *key[9:])
-        if AUTOTUNE and isinstance(config, PortableConfig) and q.shape[0] > 0 and k.shape[0] > 0:
+        is_tunable = isinstance(config, PortableConfig) and not q.is_meta
+        if AUTOTUNE and is_tunable and q.shape[0] > 0 and k.shape[0] > 0:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 return config  # a graph cannot contain measurements; a later call tunes
             config = config.autotuned(q, k, v, layout, spec)
@@ -953,6 +954,8 @@ class Sm90Config(LaunchConfig):
             _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
         m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
+        # The kernel writes the output either through the descriptor or through the pointer.
+        self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
             dict(
@@ -961,7 +964,7 @@ class Sm90Config(LaunchConfig):
                 **values,
                 STAGES=stages,
                 Q_STAGES=own_stages,
-                STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
+                STORE_IN_Q_SMEM=self.stores_by_tma,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
                 MERGED=rows.merged,
@@ -970,6 +973,7 @@ class Sm90Config(LaunchConfig):
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
+            unwritten="OUT" if self.stores_by_tma else "o_desc",
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
         m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
@@ -1094,14 +1098,17 @@ class Sm90Config(LaunchConfig):
             **numbers._asdict(),
         )
 
+        # The other one of descriptor and pointer is not used, and has a tensor that is not written.
+        by_tma = self.stores_by_tma
+
         def run(q, k, v, slopes, out, lse):
             launch(
                 q_desc=q,
                 k_desc=k,
                 v_desc=v,
-                o_desc=out,
+                o_desc=out if by_tma else q,
                 SLOPES=slopes,
-                OUT=out,
+                OUT=q if by_tma else out,
                 LSE=lse,
                 COUNTER=counter(device),
             )

@@ -51,6 +51,7 @@ from .device import (
     device_count,
     device_info,
 )
+from .recording import RecordedLaunch, current_recording
 
 #: Errors of a kernel that does not compile or does not fit on the device.
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError)
@@ -191,9 +192,11 @@ class _Described(NamedTuple):
 
 
 Pointer = Annotated[torch.Tensor, "pointer"]
+Written = Annotated[torch.Tensor, "pointer", "written"]
 Stride = Annotated[int, "stride"]
 Number = Annotated[int | float, "number"]
 Descriptor = Annotated[tuple[torch.Tensor, Ragged | Tiled], "descriptor"]
+WrittenDescriptor = Annotated[tuple[torch.Tensor, Ragged | Tiled], "descriptor", "written"]
 _KINDS = "descriptor", "pointer", "stride", "number"
 
 
@@ -202,10 +205,11 @@ def launch_args(cls: type) -> Any:
     """Turn a class of annotated fields into the constructor of the named arguments of one kernel.
 
     The fields are the kernel's parameters before its constants, in the kernel's order. Their
-    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. The constructor
-    takes them by name and returns the tuple (pointers, specialized, numbers, described, shapes).
-    `specialized` has the addresses of the pointers and the strides: the JIT chooses a variant by
-    them.
+    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. Tensors that the
+    kernel writes are `Written` and `WrittenDescriptor` where launches can be recorded, see
+    `recording`. The constructor takes them by name and returns the tuple (pointers, specialized,
+    numbers, described, shapes). `specialized` has the addresses of the pointers and the strides: the
+    JIT chooses a variant by them.
 
     The constructor is a generated function, as in `collections.namedtuple`: an instance of a class
     would cost 0.7 microseconds more per launch. CPython 3.11 passes more than 15 keywords through a
@@ -294,6 +298,9 @@ def launch_args(cls: type) -> Any:
         pointers,
     )
     constructor.strides, constructor.numbers = strides, numbers
+    constructor.written = frozenset(
+        name for name, kind in cls.__annotations__.items() if "written" in kind.__metadata__
+    )
     return constructor
 
 
@@ -377,6 +384,8 @@ class Launch:
     args
         The kernel's named arguments, declared with `launch_args`. Their names, followed by the
         names of the constants, must be the names of the kernel's parameters.
+    unwritten
+        The name of an argument that the kernel does not write with these constants.
     """
 
     __slots__ = (
@@ -390,6 +399,7 @@ class Launch:
         "rows",
         "values",
         "variants",
+        "written",
     )
 
     def __init__(
@@ -400,6 +410,7 @@ class Launch:
         rows: tuple[int, ...] = (),
         *,
         args: Any,
+        unwritten: str = "",
     ):
         if (*args.fields, *constants) != tuple(kernel.arg_names):
             raise TypeError(
@@ -409,7 +420,7 @@ class Launch:
         # Triton 3.9 warns if kernels do not choose, and 3.10 changes the default.
         self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         self.constants, self.rows = constants, rows
-        self.values = tuple(constants.values())
+        self.values, self.written = tuple(constants.values()), args.written - {unwritten}
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
         self.failures: dict[int | tuple[int, ...], str] = {}  # why a variant does not compile
@@ -449,6 +460,14 @@ class Launch:
         if kind in self.failures:
             raise KernelUnavailableError(self.failures[kind])
         strides = specialized[len(pointers) :]
+        if pointers[0].is_meta:
+            described = zip(described, shapes, self.rows)
+            arguments = *described, *pointers, *strides, *numbers
+            launch = RecordedLaunch(
+                self.kernel, programs, arguments, self.constants, self.options, self.written
+            )
+            current_recording().steps.append(launch)
+            return
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         try:
             compiled = self.kernel[(programs,)](

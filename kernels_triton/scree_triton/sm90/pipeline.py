@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..runtime.device import current_stream, persistent_zeros
+from ..runtime.recording import recorded_zeros
 
 # Triton 3.8 renamed these functions.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -53,6 +54,8 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     than a device's queue of launches. A captured graph may be replayed at any time, so it gets
     counters that nothing else uses.
     """
+    if device.type == "meta":
+        return recorded_zeros((4,), torch.int32)
     stream = current_stream(device.index)
     # CUDA cannot capture the default stream, which is 0.
     if stream and torch.cuda.is_current_stream_capturing():

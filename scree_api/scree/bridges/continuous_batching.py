@@ -29,11 +29,13 @@ from .flash_attn.common import ragged_array
 #: Major and minor version of transformers.
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 #: The first and the last version on which the tests ran.
-TESTED_VERSIONS = (5, 17), (5, 23)
+TESTED_VERSIONS = (5, 17), (5, 24)
 #: From this version on, transformers ignores the prefix "paged|" of a name.
 WITHOUT_PREFIX = (5, 19)
 #: From this version on, an allocator has the cache of all layers of one type.
 WITH_ALLOCATORS = (5, 18)
+#: From this version on, the model updates the cache; before it, the attention function does.
+WITH_UPDATE_BY_MODEL = (5, 24)
 
 
 class _LayerCache(NamedTuple):
@@ -197,7 +199,7 @@ def admit_name(name: str) -> None:
 
     transformers decides by the name: it accepts names with "flash", for which it loads functions,
     and passes block tables to names with "flash" and then "2" or "3". It has no block tables for
-    windowed layers. So this function replaces five functions of transformers by functions that
+    windowed layers. So this function replaces some functions of transformers by functions that
     treat the admitted names differently, and all others as before.
     """
     first, last = TESTED_VERSIONS
@@ -213,6 +215,8 @@ def admit_name(name: str) -> None:
     if not _NAMES:
         _replace_loader()
         _replace_block_tables()
+        if VERSION >= WITH_UPDATE_BY_MODEL:
+            _replace_update()
     _NAMES.add(name)
 
 
@@ -253,6 +257,28 @@ def _replace_block_tables() -> None:
         _replace_allocators()
     else:
         _replace_cache()
+
+
+def _replace_update() -> None:
+    """Give the cache to the attention function, which writes the new tokens itself: 5.24.
+
+    The method of transformers copies all keys and values of the requests.
+    """
+    update = PagedAttentionCache.update
+
+    def update_cache(
+        self: Any,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not _is_admitted(self.config._attn_implementation):
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    PagedAttentionCache.update = update_cache
 
 
 def _replace_allocators() -> None:

@@ -67,7 +67,7 @@ def lookup(
     lib = layout.backend
     if lib.make_guard is None or lib.intercepts_calls():
         return None, values
-    cache = layout.eager_cache() if second is None else layout.pair_cache(second)
+    cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
     settings = (*options.values(),)
     types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
     if tuple in types:

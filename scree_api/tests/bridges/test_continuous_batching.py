@@ -181,7 +181,7 @@ def test_register_continuous_batching_raises_for_other_names_and_versions(
         with pytest.raises(ValueError, match="name: expected a name with 'flash' and then 2 or 3"):
             bridge.register_continuous_batching(name)
     monkeypatch.setattr(continuous_batching, "VERSION", (6, 0))
-    with pytest.raises(RuntimeError, match=r"expected version 5\.17 to 5\.23"):
+    with pytest.raises(RuntimeError, match=r"expected version 5\.17 to 5\.24"):
         bridge.register_continuous_batching()
 
 
