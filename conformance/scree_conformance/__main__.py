@@ -19,7 +19,7 @@ from typing import Any
 import scree
 
 from . import __version__, coverage, fuzz, loopback
-from .backends import LIBRARIES, load
+from .backends import LIBRARIES, PARTIAL_LIBRARIES, load
 from .bench import Bench, Rejected
 from .suite import cases
 from .table import Absent
@@ -148,7 +148,10 @@ def _main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scree_conformance", description=__doc__)
     parser.add_argument("--version", action="version", version=f"scree-conformance {__version__}")
     parser.add_argument(
-        "--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)"
+        "--backend",
+        choices=[*LIBRARIES, *PARTIAL_LIBRARIES],
+        default="numpy",
+        help="the library (default: numpy)",
     )
     parser.add_argument("--device", help="the device of the arrays, by the library's name for it")
     parser.add_argument("--kernel", help="run only operations that have kernels, on this provider")

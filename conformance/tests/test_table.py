@@ -10,7 +10,7 @@ import pytest
 
 import scree
 from scree.functions import EXTENSIONS, KINDS
-from scree_conformance import coverage, layouts, loopback, table
+from scree_conformance import backends, coverage, layouts, loopback, table
 from scree_conformance.__main__ import main, run
 from scree_conformance.suite import OPERATIONS
 from scree_conformance.table import FUNCTIONS, Operation
@@ -189,3 +189,8 @@ def test_coverage_page_lists_every_function() -> None:
         )
         assert all(cells.get("eager") for cells in column["functions"].values())
         assert not any(cell[1] for cells in column["functions"].values() for cell in cells.values())
+
+
+def test_load_unknown_library_names_partial_libraries() -> None:
+    with pytest.raises(ValueError, match=r"expected one of .*dask, ndonnx, got 'other'"):
+        backends.load("other")

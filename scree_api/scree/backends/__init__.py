@@ -16,7 +16,10 @@ import numpy as np
 from array_api_compat import is_array_api_obj
 
 #: Root module of an array's type -> the module of this package for the library.
-LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
+LIBRARIES = {
+    **{name: name for name in ("numpy", "torch", "jax", "mlx", "dask", "ndonnx")},
+    "jaxlib": "jax",
+}
 
 #: The error of `Backend.read` under a trace.
 UNREADABLE = "the size of this result depends on the offsets, which a traced or compiled function cannot read; make it outside"
