@@ -15,7 +15,7 @@ nox.options.sessions = ["lint", "types", "tests", "docs"]
 
 BACKENDS = {
     "numpy": "test",
-    "torch": "test,torch,triton",
+    "torch": "test,torch,trainer,triton",
     "jax": "test,jax",
     "mlx": "test,mlx",
     "array_api_strict": "test",
@@ -111,7 +111,7 @@ def fuzz(session: nox.Session) -> None:
 
     `fuzz -- --minutes 30 --seed 7` sets the time and the first case.
     """
-    session.install("-c", "constraints.txt", "-e", ".[test,torch,jax,mlx]", *PARTS)
+    session.install("-c", "constraints.txt", "-e", ".[test,torch,trainer,jax,mlx]", *PARTS)
     session.run("python", "-m", "scree_conformance", "fuzz", *session.posargs)
 
 
@@ -145,7 +145,7 @@ def upstream_tests(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("version", ["5.17", "5.20", "5.23"])
+@nox.parametrize("version", ["5.17", "5.20", "5.23", "5.24"])
 def transformers(session: nox.Session, version: str) -> None:
     """Test the continuous batching of transformers on the versions that decide by a name."""
     install(session, "torch")
@@ -162,7 +162,7 @@ def clients(session: nox.Session) -> None:
     if len(session.posargs) != 1:
         session.error("expected the folder of the checkouts: nox -s clients -- FOLDER")
     install(session, "torch")
-    session.install("accelerate", "datasets", "filelock", "scikit-learn")  # TRL and encoders
+    session.install("accelerate", "datasets", "filelock", "requests", "scikit-learn")  # TRL, encoders
     session.install("spmd_types", "torchdata", "tyro")  # torchtitan
     tokens = str(Path(session.create_tmp()) / "tokens.json")
     for name, runs in {
@@ -181,7 +181,7 @@ def clients(session: nox.Session) -> None:
             session.warn(f"no checkout {checkout}")
             continue
         for script, *options in runs:
-            session.run("python", f"clients/{script}", str(checkout), *options)
+            session.run("python", f"conformance/clients/{script}", str(checkout), *options)
 
 
 @nox.session

@@ -41,7 +41,8 @@ class Links(Extension):
         for name, member in array.members.items():
             if member.docstring is None and name in methods.members:
                 member.docstring = Docstring(methods[name].docstring.value, parent=member)
-        make_attributes(pkg["layout.Layout"])
+        for path in ("array.Array", "layout.Layout"):
+            make_attributes(pkg[path])
         self.visit(pkg)
 
     def visit(self, obj: Any) -> None:
@@ -63,16 +64,17 @@ class Links(Extension):
                 self.visit(member)
 
 
-def make_attributes(layout: Class) -> None:
-    """Replace the methods that a decorator turns into properties."""
-    for name, member in list(layout.members.items()):
-        if isinstance(member, Function) and [str(x.value) for x in member.decorators] == [
-            "_cached"
-        ]:
+def make_attributes(owner: Class) -> None:
+    """Replace the methods that a decorator turns into attributes."""
+    for name, member in list(owner.members.items()):
+        if isinstance(member, Function) and [str(x.value) for x in member.decorators] in (
+            ["_cached"],
+            ["CachedAttribute"],
+        ):
             attribute = Attribute(name, annotation=member.returns, lineno=member.lineno)
             attribute.labels |= {"property"}
             attribute.docstring = member.docstring and Docstring(member.docstring.value)
-            layout.set_member(name, attribute)
+            owner.set_member(name, attribute)
             if attribute.docstring is not None:
                 attribute.docstring.parent = attribute
 

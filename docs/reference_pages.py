@@ -26,7 +26,7 @@ from reference_groups import (
 )
 
 from scree import ragged
-from scree.array import Array
+from scree.array import Array, CachedAttribute
 from scree.functions import EXTENSIONS, KINDS, Kind
 from scree.hints import ALTERNATIVES
 from scree.standard import Fft, Linalg, Namespace
@@ -152,7 +152,7 @@ def page_of_array() -> Iterator[str]:
         path, heading='"scree.Array"', toc_label='"Array"', heading_level=1, members="false"
     )
     public = {x: v for x, v in vars(Array).items() if x[0] != "_" and x not in ON_LAYOUT}
-    properties = {x: v for x, v in public.items() if isinstance(v, property)}
+    properties = {x: v for x, v in public.items() if isinstance(v, property | CachedAttribute)}
     methods = {x: v for x, v in public.items() if callable(v)}
     fields = re.findall(
         r"^(\w+)\n    (.+?)(?=^\S|\Z)", section(docstring(path), "Parameters"), re.M | re.S

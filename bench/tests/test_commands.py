@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 #: Relative error of products and sums of stored numbers, which have six digits.
 ROUNDED = 2e-5
 TORCH = find_spec("torch") is not None
-NEEDS_TORCH = ("norms", "kernels", "block", "model", "train", "collectives")
+NEEDS_TORCH = ("norms", "kernels", "block", "model", "train", "collectives", "shards")
 EAGER = ",".join(name for name in ("numpy", "torch") if find_spec(name))
 LAZY = [name for name, module in (("jax", "jax"), ("mlx", "mlx")) if find_spec(module)]
 
@@ -228,6 +228,24 @@ def has_one_first_loss_in_all_forms(result: Result) -> None:
     assert losses["windows"] != losses["scree"]  # attention across documents
 
 
+def has_the_results_of_one_process(result: Result) -> None:
+    assert not result.left_out
+    errors = {
+        name: [row.values[name] for row in result.rows if name in row.values]
+        for name in ("relative_error", "loss_error", "resumed_loss_error")
+    }
+    # Five batches; then two batches in three modes, one of which is saved and loaded.
+    assert [*map(len, errors.values())] == [5, 6, 2]
+    assert max(map(max, errors.values())) < 1e-5
+    received = {row.case["batch"]: row.values.get("received_bytes") for row in result.rows
+                if row.who == "scree" and "batch" in row.case}  # fmt: skip
+    # Half of the keys and values of the document, 2 heads of 16 numbers each.
+    assert received["one document of 128"] == 64 * 2 * 2 * 16 * 4
+    # The first process has both ends of the document, and needs the 15 keys before the second cut.
+    assert received["one document of 512, window 16"] == 15 * 2 * 2 * 16 * 4
+    assert len([row for row in result.rows if "slowest_rank_ratio" in row.values]) == 3
+
+
 #: Subcommand -> what must hold of its results.
 CHECKS = {
     "decode": (attends_to_every_page,),
@@ -241,12 +259,13 @@ CHECKS = {
     "train": (has_one_first_loss_in_all_forms,),
     "block": (is_right_in_every_form,),
     "collectives": (counts_what_links_carry,),
+    "shards": (has_the_results_of_one_process,),
 }
 
 
 @pytest.mark.parametrize("command", [pytest.param(name, marks=needs(name)) for name in MEASURING])
 def test_quick_run(command, tmp_path):
-    result = quick(tmp_path, command)
+    result = quick(tmp_path, command, *(["--model"] if command == "shards" else []))
     assert result.complete and result.rows and result.command == command and result.config["quick"]
     for row in result.rows:
         for name, count in row.counts.items():
@@ -670,6 +689,7 @@ def test_report_without_results(tmp_path):
      ("attention", "--causal", "maybe"),
      ("model", "--precisions", "fp8"), ("attention", "--heads", "0,2"),
      ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0"),
+     ("shards", "--batches", "5", "--device", "cpu"),
      ("kernels", "--rows", "0"),
      ("kernels", "--operations", "nothing", "--quick", "--device", "cpu"),
      ("throughput", "--num-seqs", "-1"),

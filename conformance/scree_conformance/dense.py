@@ -240,7 +240,7 @@ REFUSALS = [
             "indices: expected a dense array",
             "The standard takes one-dimensional indices; xp.ragged.gather takes ragged ones."),
     Refusal("full_like", _has_second(lambda x: not isinstance(x, int | float)),
-            "NumPy array|broadcast|Invalid type|requires ndarray or scalar|ragged array first",
+            "fill_value: expected a Python number|broadcast|Invalid type|requires ndarray or scalar",
             "The standard takes a Python scalar as fill value."),
     Refusal("searchsorted", lambda args, kwargs: isinstance(args[0], scree.Array),
             "expected a dense sorted x1",

@@ -43,7 +43,7 @@ def test_suites_name_commit_and_licence(run: ModuleType) -> None:
     for suite in run.SUITES.values():
         assert re.fullmatch("[0-9a-f]{40}", suite.commit) and suite.licence
         assert suite.repository.startswith("https://github.com/") and suite.files
-    assert set(run.EXCLUDED) <= set(run.SUITES)
-    for patterns in run.EXCLUDED.values():
-        for pattern in patterns:
-            re.compile(pattern)
+    for excluded in (run.EXCLUDED, run.EXCLUDED_ON_CPU):
+        assert set(excluded) <= set(run.SUITES)
+        for patterns in excluded.values():
+            assert all(map(re.compile, patterns)) and all(patterns.values())

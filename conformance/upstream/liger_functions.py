@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import softmax
 
 import scree
 
@@ -29,7 +30,10 @@ class _CrossEntropy:
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ) -> tuple[Any, ...]:
-        """Return loss, z-loss, accuracy and predictions; None for results that are not requested."""
+        """Return loss, z-loss, accuracy and predictions; None for results that are not requested.
+
+        Like PyTorch's loss, Liger's has the dtype of the logits. The loss of scree is float32.
+        """
         options = {
             "class_weights": weight,
             "ignore_index": ignore_index,
@@ -41,7 +45,7 @@ class _CrossEntropy:
         def loss(**others: Any) -> Any:
             return scree.cross_entropy(logits, target, **{**options, **others})
 
-        return _results(
+        total, z_loss, *others = _results(
             loss,
             lse_square_scale,
             reduction,
@@ -49,6 +53,8 @@ class _CrossEntropy:
             return_token_accuracy,
             _predictions(logits, target, ignore_index) if return_predicted_tokens else None,
         )
+        z_loss = None if z_loss is None else z_loss.to(logits.dtype)
+        return total.to(logits.dtype), z_loss, *others
 
 
 class _LinearCrossEntropy:
@@ -112,14 +118,15 @@ def _results(
     return_accuracy: bool,
     predictions: Any,
 ) -> tuple[Any, ...]:
-    total = loss(z_loss=z_scale)
-    z_loss = (total - loss()).detach() if return_z_loss else None
-    accuracy = None
+    z_loss = accuracy = None
+    if return_z_loss:
+        # With a factor of 1 the z-loss is larger than the loss, so the difference is exact enough.
+        z_loss = z_scale * (loss(z_loss=1.0) - loss()).detach()
     if return_accuracy:
         # Liger's accuracy of a sum is the mean of the tokens.
         kind = "none" if reduction == "none" else "mean"
         accuracy = loss(reduction=kind, return_accuracy=True)[1]
-    return total, z_loss, accuracy, predictions
+    return loss(z_loss=z_scale), z_loss, accuracy, predictions
 
 
 def _predictions(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -186,14 +193,7 @@ class _GELUMul:
 
 
 class _Softmax:
-    @staticmethod
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        """Return the softmax over the last axis: of each row of a ragged array."""
-        width = x.shape[-1]
-        count = x.numel() // max(width, 1)
-        offsets = torch.arange(count + 1, dtype=torch.int32, device=x.device) * width
-        rows = scree.Array(x.reshape(-1), offsets, max_length=width)
-        return scree.softmax(rows).values.reshape(x.shape)
+    apply = staticmethod(softmax)
 
 
 class _Rope:
@@ -202,7 +202,8 @@ class _Rope:
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate (batch, heads, seqlen, head_dim) queries and keys."""
-        half = cos.shape[-1] // 2
+        # Of an odd head_dim, the last number is not rotated.
+        half = q.shape[-1] // 2
         # (seqlen, half), or one table per sequence.
         cos, sin = (t[..., :half].float() for t in (cos, sin))
         tables = [(cos, sin)] if cos.ndim == 2 else list(zip(cos, sin, strict=True))

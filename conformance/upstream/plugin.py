@@ -95,9 +95,11 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Remove tests of internals, and draw tests that are methods, which PyTorch generates."""
-    from run import EXCLUDED
+    from run import EXCLUDED, EXCLUDED_ON_CPU
 
-    patterns = EXCLUDED.get(SUITE, {})
+    patterns = [*EXCLUDED.get(SUITE, {})]
+    if not HAS_CUDA:
+        patterns += EXCLUDED_ON_CPU.get(SUITE, {})
 
     def is_excluded(item: pytest.Item) -> bool:
         names = item.name, item.name.partition("[")[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 import torch
+from rows import softmax
 from torch.nn import functional
 
 import scree
@@ -101,14 +102,6 @@ def layernorm_bwd(
         leaves.append(torch.zeros_like(weight).requires_grad_())
     grads = torch.autograd.grad(scree.layer_norm(*leaves, eps=1e-6), leaves, dout)
     return grads if has_bias else (*grads, None)
-
-
-def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Compute `scree.softmax` of the rows of a matrix, as a batch of rows of equal length."""
-    rows, width = x.shape
-    offsets = torch.arange(rows + 1, dtype=torch.int32, device=x.device) * width
-    arr = scree.Array(x.reshape(-1), offsets, max_length=width)
-    return scree.softmax(arr).values.reshape(x.shape)
 
 
 def softmax_fwd(x: torch.Tensor) -> torch.Tensor:

@@ -115,6 +115,12 @@ EXCLUDED: dict[str, dict[str, str]] = {
 }
 
 
+#: The same, only on a CPU.
+EXCLUDED_ON_CPU: dict[str, dict[str, str]] = {
+    "flash_attn": {"test_.*(race_condition|deterministic)": "repeats a call 50 or 250 times"}
+}
+
+
 def revision(directory: Path) -> str | None:
     """Return the commit of a checkout; None for a directory without Git."""
     command = ["git", "-C", str(directory), "rev-parse", "--show-toplevel", "HEAD"]

@@ -30,6 +30,7 @@ class KernelEntry:
 KERNELS: dict[str, KernelEntry] = {
     "append_paged": KernelEntry("attention.append_paged", lambda call: call.k.values),
     "attention": KernelEntry("attention.interface", lambda call: call.q.values, "run"),
+    "attention_gradient": KernelEntry("attention.gradient", lambda call: call.attention.q.values),
     "cross_entropy": KernelEntry("losses.cross_entropy", lambda call: call.values),
     "gather": KernelEntry("layout.interface", lambda call: call.values, "gather"),
     "grouped_matmul": KernelEntry("gemm.grouped", lambda call: call.x.values),

@@ -59,6 +59,7 @@ def prepare(capability: int, compiled: list[str]) -> None:
     )
     device.device_info = lambda _: record
     device.rejects_device = lambda _: None
+    device.current_stream = lambda index: 1
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -259,20 +259,23 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
     monkeypatch.setattr(launch_configs, "MERGED_MEAN_SEQLEN", 20)
     monkeypatch.setattr(launch_configs, "MANY_ROWS", 100)
     spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
-    for heads, rows, tokens, max_seqlen, expected in (
-        (1, 1, 40, 40, (True, False)),
-        (1, 1, 40, UNBOUNDED, (False, False)),
-        (1, 1, 40, 1601, (False, False)),
-        (2000, 1, 40, 40, (False, False)),
-        (50, 2, 40, 40, (True, True)),
-        (50, 2, 40, UNBOUNDED, (False, False)),
-        (50, 2, 41, 41, (True, False)),
-        (49, 2, 40, 40, (True, False)),
-        (2000, 2, 40, 40, (False, True)),
+    for heads, head_dim, rows, tokens, max_seqlen, expected in (
+        (1, 16, 1, 40, 40, (True, False)),
+        (1, 16, 1, 40, UNBOUNDED, (False, False)),
+        (1, 16, 1, 40, 1601, (False, False)),
+        (2000, 16, 1, 40, 40, (False, False)),
+        (50, 16, 2, 40, 40, (True, True)),
+        (50, 16, 2, 40, UNBOUNDED, (False, False)),
+        (50, 16, 2, 41, 41, (True, False)),
+        (49, 64, 2, 40, 40, (True, False)),
+        (17, 72, 2, 40, 40, (True, True)),
+        (16, 72, 2, 40, 40, (True, False)),
+        (2000, 16, 2, 40, 40, (False, True)),
     ):
         cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
         layout = VarlenLayout(cu, cu, None, max_seqlen)
-        values = [torch.randn((tokens, 1, 16), device=DEVICE).expand(tokens, heads, 16)] * 3
+        x = torch.randn((tokens, 1, head_dim), device=DEVICE)
+        values = [x.expand(tokens, heads, head_dim)] * 3
         assert get_launch_config(*values, layout, spec, False) == expected
 
 

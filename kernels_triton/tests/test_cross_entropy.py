@@ -419,6 +419,47 @@ def test_options_agree_with_float64(name, classes, dtype, reduction):
     assert torch.allclose(accuracy.double(), expected.double()) and accuracy.any()
 
 
+@pytest.mark.parametrize("softcap", [8.0, 30.0, 1000.0])
+@pytest.mark.parametrize("classes", [20, 77])  # all held at once, or walked over
+def test_softcapped_logits_in_float32_have_the_error_of_their_size(classes, softcap):
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    x = torch.randn(40, classes, generator=generator, device=DEVICE).requires_grad_()
+    targets = torch.randint(classes, (40,), generator=generator, device=DEVICE)
+    options = dict(softcap=softcap, reduction="sum")
+    loss = scree.cross_entropy(x, targets, kernel="triton", **options)
+    (got,) = torch.autograd.grad(loss, x)
+    wide = x.detach().double().requires_grad_()
+    capped = softcap * torch.tanh(wide / softcap)
+    expected = functional.cross_entropy(capped, targets, reduction="sum")
+    (right,) = torch.autograd.grad(expected, wide)
+    assert distance(loss.detach(), expected.detach()) < 3e-7
+    # Gradients of classes other than the target are products, without a difference.
+    is_target = functional.one_hot(targets, classes).bool()
+    error = (got - right).abs() / right.abs()
+    assert error.masked_fill(is_target | (right.abs() < 1e-30), 0).max() < 1e-6
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kernel", ["standard", "triton"])
+@pytest.mark.parametrize("weights", [(-1.0, -2.0, -0.5), (-3.0, 1.0, 0.5)])
+def test_class_weights_with_a_negative_sum_agree_with_float64(kernel, reduction, weights):
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    x = torch.randn(7, 3, generator=generator, device=DEVICE).requires_grad_()
+    rows = scree.from_lengths(torch.tensor([0, 0, 1, 2, 0, -100, 1], device=DEVICE), [3, 4])
+    weights = torch.tensor(weights, device=DEVICE)
+    logits = scree.from_offsets(x, rows.offsets)
+    loss = scree.cross_entropy(
+        logits, rows, class_weights=weights, reduction=reduction, kernel=kernel
+    )
+    loss = loss.values if isinstance(loss, scree.Array) else loss
+    wide = x.detach().double().requires_grad_()
+    expected, _ = exact_loss(wide, rows, reduction, class_weights=weights)
+    dy = torch.ones_like(expected)
+    (got,) = torch.autograd.grad(loss, x, dy.float())
+    (right,) = torch.autograd.grad(expected, wide, dy)
+    assert distance(loss.detach(), expected.detach()) < 1e-6 and distance(got, right) < 1e-6
+
+
 @pytest.mark.parametrize("reduction", ["mean", "row_mean"])
 @pytest.mark.parametrize("name", ["smoothing", "softcap", "weights", "all"])
 @pytest.mark.parametrize("compiled", [False, True])

@@ -47,6 +47,7 @@ class Jit:
     """A kernel whose compiled variants remember what their launcher was given; it refuses numbers as C does."""
 
     arg_names = "X", "x_stride", "count", "BLOCK"
+    descriptors = None
 
     def __init__(self, **run):
         self.asked, self.launched = [], []
@@ -67,7 +68,7 @@ class Jit:
                 run=self.run,
                 function="function",
                 packed_metadata="metadata",
-                metadata=SimpleNamespace(),
+                metadata=SimpleNamespace(tensordesc_meta=self.descriptors),
             )
 
         return run
@@ -164,9 +165,9 @@ def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, n
     assert len(kernel.asked) == 5 and len(kernel.launched) == 1
 
 
-@pytest.mark.parametrize(("stride", "number", "calls"), [(16, 3, 3), (16, 1 << 31, 5), (8, 3, 5)])
+@pytest.mark.parametrize(("stride", "number", "calls"), [(16, 3, 3), (16, 1 << 31, 5), (8, 3, 3)])
 def test_bind_launch_passes_what_a_launch_passes(jit, stride, number, calls):
-    """Only the common variant is kept; unaligned pointers and large numbers take the usual way."""
+    """Only one variant is kept; unaligned pointers and large numbers take the usual way."""
     kernels = jit(), jit()
     launch = launch_of(kernels[0])
 
@@ -386,6 +387,52 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
         launch(5, Args(Q=(q, shape), K=(k, shape), X=X, x_stride=16, count=3))
     assert [how for _, how in encoded] == ["first", "second", "second", "first"]
     assert [args[4:6] for args in kernel.launched] == [("first", "second")] * 4
+
+
+def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypatch):
+    """Bound tensors and shapes equal those of a call, also for a tensor at an odd address."""
+    encoded = []
+
+    def encode(described, how):
+        encoded.append((described.base, described.shape, how))
+        return [(described.base.data_ptr(), *described.shape, how)]
+
+    driver = SimpleNamespace(make_tensordesc_arg=encode)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
+    monkeypatch.setattr(module.Tiled, "typed", lambda self, base, rows: (base, rows))
+    monkeypatch.setattr(module, "_launcher", lambda compiled, described: (compiled.run.launch, ()))
+
+    @launch_args
+    class Args:
+        Q: Descriptor
+        K: Descriptor
+        X: Pointer
+        TILES: Pointer
+        x_stride: Stride
+        count: Number
+
+    tiles, y = X.clone(), X.clone()
+    q_shape, k_shape = module.tiled((16, 16), (16, 1), 16), module.tiled((8, 16), (16, 1), 16)
+    numbers = dict(x_stride=32, count=3)
+    kernels = [named_kernel(jit, *Args.fields, "BLOCK") for _ in range(2)]
+    for kernel in kernels:
+        kernel.descriptors = "first", "second"
+    launches = [Launch(kernel, dict(BLOCK=64), {}, (16, 16), args=Args) for kernel in kernels]
+    bound = bind_launch(launches[1], 5, Args, Q=q_shape, K=k_shape, TILES=tiles, **numbers)
+    for q, k, x in ((X, y, X), (X, y, y), (y, y, X), (X, y, X[1:]), (X, y, X)):
+        args = Args(Q=(q, q_shape), K=(k, k_shape), X=x, TILES=tiles, **numbers)
+        launches[0](5, args)
+        bound(Q=q, K=k, X=x)
+    ours, theirs = (kernel.launched for kernel in reversed(kernels))
+    assert ours == theirs and len(ours) == 3
+    assert ours[0][-5:-1] == (y.data_ptr(), tiles.data_ptr(), 32, 3)
+    for asked in zip(*(kernel.asked for kernel in kernels), strict=True):
+        assert asked[0] == asked[1]
+    assert len(encoded) == 2 * 3
+    with pytest.raises(TypeError, match="TILES"):
+        bound(Q=X, K=X, X=X, TILES=tiles)
+    with pytest.raises(KeyError, match="count"):
+        bind_launch(launches[1], 5, Args, Q=q_shape, K=k_shape, x_stride=32)
 
 
 def test_what_a_plan_does_it_does_on_its_device(monkeypatch):

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from . import checks
 from .backends import backend, is_array
 from .hints import missing_from_array
 from .layout import Layout, check_offsets
+
+T = TypeVar("T")
 
 #: Versions of the standard that a namespace may be asked for.
 VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
@@ -52,6 +54,24 @@ def _not_filled(*args: Any) -> NoReturn:
 
 #: Filled by `scree.namespace`.
 UPPER = UpperLayers({}, _not_filled, _not_filled, _not_filled)
+
+
+class CachedAttribute(Generic[T]):
+    """Decorator for a method without arguments whose result the object keeps as an attribute.
+
+    A property would run Python code at every access. Compilers cannot trace
+    `functools.cached_property`.
+    """
+
+    def __init__(self, derive: Callable[[Any], T]) -> None:
+        self.derive, self.name, self.__doc__ = derive, derive.__name__, derive.__doc__
+
+    # There is no `__set__`, so Python looks for a kept result before it calls this.
+    def __get__(self, obj: Any, owner: type | None = None) -> T:
+        if obj is None:
+            return self  # type: ignore[return-value]
+        result = obj.__dict__[self.name] = self.derive(obj)
+        return result
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,13 +165,13 @@ class Array:
         fields["offsets"] = layout.offsets
         fields["ragged_dim"] = ragged_dim
         fields["max_length"] = layout.max_length
-        fields["_layout"] = layout
+        fields["layout"] = layout
         return self
 
     @property
     def shard_layout(self) -> Layout | None:
         """The layout if this is a shard, else None; for pytrees, which keep it with the shard."""
-        layout: Layout | None = self.__dict__.get("_layout")
+        layout: Layout | None = self.__dict__.get("layout")
         return layout if layout is not None and layout.cut is not None else None
 
     @classmethod
@@ -201,15 +221,10 @@ class Array:
         self._check(self.layout.read_offsets())
         return self
 
-    @property
+    @CachedAttribute
     def layout(self) -> Layout:
         """The row boundaries with everything derived from them, shared by all arrays of one layout."""
-        layout = self.__dict__.get("_layout")
-        if layout is None:
-            lib = backend(self.offsets)
-            layout = Layout(lib, self.offsets, self.total_length, self.max_length)
-            self.__dict__["_layout"] = layout
-        return layout
+        return Layout(backend(self.offsets), self.offsets, self.total_length, self.max_length)
 
     def with_values(self, values: Any, *, ragged_dim: int | None = None) -> Array:
         """Return an array with other values on the same layout; nothing is copied.
@@ -384,14 +399,15 @@ class Array:
             "a ragged array is not a NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
         )
 
-    # Without these methods PyTorch would take the rows as a sequence of numbers if all have one token.
-    def __dlpack__(self, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            "a ragged array is not a dense array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
-        )
+    if not TYPE_CHECKING:  # a type checker would take it for a dense array
+        # Otherwise PyTorch takes the rows as a sequence of numbers if all have one token.
+        def __dlpack__(self, **kwargs: Any) -> NoReturn:
+            raise TypeError(
+                "a ragged array is not a dense array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
+            )
 
-    def __dlpack_device__(self) -> NoReturn:
-        self.__dlpack__()
+        def __dlpack_device__(self) -> NoReturn:
+            self.__dlpack__()
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

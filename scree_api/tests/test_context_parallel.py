@@ -1,6 +1,7 @@
 """Shards over gloo, 2 to 4 processes, have the results and the gradients of whole rows."""
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import scree
+from scree.data import split_balanced
 from scree.distributed import shard, unshard
 from scree.distributed.pieces import cut_rows
+from scree.ops.attention import AttentionCall
 
 WINDOWS = [(True, None), (True, 5), (False, None), (False, (3, 2)), (False, (None, 4))]
 
@@ -39,6 +42,7 @@ def compare(
     lengths: np.ndarray,
     ragged: int,
     mesh: Any,
+    exchange: str | None = None,
 ) -> None:
     """Compare results and gradients on shards and on whole rows.
 
@@ -50,13 +54,13 @@ def compare(
         inputs = [x.clone().requires_grad_() for x in leaves]
         base = scree.from_lengths(inputs[0], lengths)
         arrays = [base, *(base.with_values(x) for x in inputs[1:ragged])]
-        arrays = [shard(x, mesh) if is_shard else x for x in arrays]
+        arrays = [shard(x, mesh, exchange=exchange) if is_shard else x for x in arrays]
         outputs = compute(*arrays, *inputs[ragged:])
         loss = torch.zeros((), dtype=torch.float64)
         for i, x in enumerate(outputs):
             if isinstance(x, scree.Array):
                 weights = base.with_values(random(100 + i, *unshard_if(x).shape))
-                weights = shard(weights, mesh) if is_shard else weights
+                weights = shard(weights, mesh, exchange=exchange) if is_shard else weights
                 finite = torch.where(torch.isfinite(x.values), x.values, 0.0)
                 loss = loss + (finite * weights.values).sum()
             else:  # each rank has the result of all; one rank has the loss of it
@@ -86,7 +90,7 @@ def unshard_if(x: Any) -> torch.Tensor:
 
 
 def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
-    for seed in (y for x in seeds for y in (x, x + 1)):
+    for seed in seeds:
         lengths, heads = make_lengths(seed), [(4, 2), (3, 1), (2, 2)][seed % 3]
         total = int(lengths.sum())
         leaves = [random(i, total, h, 4) for i, h in enumerate((*heads, heads[1]))]
@@ -114,6 +118,37 @@ def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
         3,
         mesh,
     )
+
+
+def check_heads(mesh: Any, size: int) -> None:
+    """Exchange heads for tokens, which all masks and slopes allow."""
+    lengths = make_lengths(2)
+    total, heads = int(lengths.sum()), (2 * size, size)
+    leaves = [random(i, total, h, 4) for i, h in enumerate((*heads, heads[1]))]
+    slopes = random(3, lengths.size, heads[0]).abs()
+    for causal, window in WINDOWS:
+
+        def attend(
+            q: Any, k: Any, v: Any, sinks: Any, causal: bool = causal, window: Any = window
+        ) -> list[Any]:
+            options: Any = {"causal": causal, "window": window, "sinks": sinks}
+            return list(scree.attention(q, k, v, alibi_slopes=slopes, return_lse=True, **options))
+
+        compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
+    x = shard(scree.from_lengths(leaves[0][:, :1], lengths), mesh, exchange="heads")
+    with pytest.raises(ValueError, match="exchange: expected the number of ranks"):
+        scree.attention(x, x, x)
+    # With as many key heads as heads, more than two ranks send less as heads.
+    for kv_heads, is_less in ((16 * size, size > 2), (size, False)):
+        call = AttentionCall(
+            *(
+                scree.from_lengths(torch.zeros(4, h, 8), [4])
+                for h in (16 * size, kv_heads, kv_heads)
+            ),
+            causal=True,
+        )
+        cut: Any = shard(scree.from_lengths(torch.zeros(4096), [4096]), mesh).layout.cut
+        assert cut._exchanges_heads(call) == is_less
 
 
 def check_functions(mesh: Any, seed: int) -> None:
@@ -148,11 +183,17 @@ def check_functions(mesh: Any, seed: int) -> None:
             *(getattr(xp, name)(a, axis=1) for name in names),
             xp.mean(a, axis=(1, 3)),
             xp.sum(a, axis=1, keepdims=True),
+            scree.logsumexp(a),
+            scree.softmax(a),
+            scree.log_softmax(a, axis=1),
         ]
 
     compare(rows, [x], lengths, 1, mesh)
     base = scree.from_lengths(x, lengths)
     part = shard(base, mesh)
+    table, ids = random(2, 9, 3), base.with_values(torch.arange(total) % 9)
+    embedded = unshard(scree.gather(table, shard(ids, mesh)))
+    assert torch.equal(embedded.values, table[torch.arange(total) % 9])
     start = torch.arange(lengths.size)
     expected = scree.rope(base, start=start, theta=100.0).values
     torch.testing.assert_close(unshard(scree.rope(part, start=start, theta=100.0)).values, expected)
@@ -194,7 +235,9 @@ def check_refusals(mesh: Any) -> None:
         lambda: list(x),
         lambda: scree.to_padded(x),
         lambda: scree.shift(x, 1),
-        lambda: scree.softmax(x),
+        lambda: scree.topk(x, 1),
+        lambda: scree.gather(arr, x.with_values(torch.zeros(x.values.shape[0], dtype=torch.int64))),
+        lambda: split_balanced(x, 2),
         lambda: xp.cumulative_sum(x, axis=1),
         lambda: xp.sort(x, axis=1),
         lambda: xp.flip(x, axis=1),
@@ -224,6 +267,8 @@ def check_refusals(mesh: Any) -> None:
             x + other
     with pytest.raises(TypeError, match="mesh: expected a torch"):
         shard(arr, 3)
+    with pytest.raises(ValueError, match="exchange: expected 'keys', 'heads' or None"):
+        shard(arr, mesh, exchange="ring")
     with pytest.raises(TypeError, match="arr: expected a ragged array of torch"):
         shard(scree.from_lengths(np.ones(3), [3]), mesh)
     # Pytrees keep the cut: FSDP2 casts the inputs of modules by them.
@@ -232,7 +277,7 @@ def check_refusals(mesh: Any) -> None:
 
 
 def check_checkpoint(mesh: Any) -> None:
-    """Activation checkpointing repeats the exchange in the backward pass; compilation breaks there."""
+    """Activation checkpointing repeats the exchange in the backward pass."""
     lengths = make_lengths(2)
     leaves = [random(i, int(lengths.sum()), 2, 4) for i in range(3)]
 
@@ -243,6 +288,18 @@ def check_checkpoint(mesh: Any) -> None:
         return [torch.utils.checkpoint.checkpoint(attend, *arrays, use_reentrant=False)]
 
     compare(checkpointed, leaves, lengths, 3, mesh)
+
+
+def check_compile(group: Any) -> None:
+    """The graph breaks at attention; the parts before and after it are compiled."""
+    x = scree.from_lengths(random(0, 60, 2, 4), [37, 3, 20])
+
+    def layer(x: scree.Array) -> scree.Array:
+        q, k = scree.rope(x * 2, x)
+        return scree.attention(q, k, x, causal=True) + x
+
+    compiled = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(unshard(compiled(shard(x, group))).values, layer(x).values)
 
 
 def check_half_precision(mesh: Any) -> None:
@@ -307,8 +364,10 @@ def check_death(mesh: Any, rank: int) -> None:
     dist.barrier()
     if rank == 3:
         os._exit(0)
+    start = time.monotonic()
     with pytest.raises(RuntimeError):
         scree.attention(x, x, x, causal=True)
+    assert time.monotonic() - start < 60, "the time-out of the process group"
 
 
 def work(rank: int, folder: Path) -> None:
@@ -321,8 +380,11 @@ def work(rank: int, folder: Path) -> None:
     groups = [mesh.get_group(), *(dist.new_group(list(range(size))) for size in (3, 2))]
     for i, group in enumerate(groups):
         if rank < (4, 3, 2)[i]:
-            check_attention(group, range(2 * i, 12, 6))
+            check_attention(group, ((0, 1, 6), (2, 9, 10), (4, 5, 7))[i])
             check_functions(group, (0, 5, 2)[i])
+            check_heads(group, (4, 3, 2)[i])
+    if rank < 2:
+        check_compile(groups[2])
     check_refusals(mesh)
     check_checkpoint(mesh)
     check_half_precision(mesh)
@@ -360,3 +422,19 @@ def test_cut_rows_balances_costs(num_ranks: int, cost: tuple[float, float]) -> N
         assert np.array_equal(covered, lengths)
         assert totals.max() <= 1.015 * totals.mean()
     assert cut_rows(np.asarray([0, 0]), num_ranks, cost).rows.size == 0
+
+
+def test_cut_rows_cuts_only_where_whole_rows_are_unbalanced() -> None:
+    def cut_and_loads(lengths: list[int], num_ranks: int) -> tuple[list[int], list[int]]:
+        pieces = cut_rows(np.asarray(lengths), num_ranks, (1, 0))
+        loads = [int(pieces.lengths[pieces.ranks == rank].sum()) for rank in range(num_ranks)]
+        return np.flatnonzero(np.bincount(pieces.rows) > 1).tolist(), loads
+
+    # The longest row first: 13 + 4 and 13. Exchanging 700 and 500 balances the ranks.
+    assert cut_and_loads([800, 700, 600, 500, 400], 2) == ([], [1500, 1500])
+    assert cut_and_loads([900, 500, 400, 300, 300, 300], 3) == ([], [900, 900, 900])
+    # A row above its share is cut; else the shortest row that is enough.
+    rows, loads = cut_and_loads([1000, 600, 320], 2)
+    assert rows == [0] and max(loads) <= 961
+    rows, loads = cut_and_loads([900, 900, 300], 2)
+    assert rows == [2] and max(loads) - min(loads) <= 2

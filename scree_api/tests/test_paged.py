@@ -5,6 +5,7 @@ The conformance suite compares the numbers with a loop over rows.
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -218,6 +219,27 @@ def test_a_decoding_step_compiles_once_for_all_lengths(name: str) -> None:
         expected, got = (f(*map(lib.make, arrays)) for f in (step, compiled))
         np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5)
     assert (counter.frame_count if name == "torch" else len(traces)) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch", "jax")])
+def test_traced_length_beyond_the_pages_ends_with_them(name: str) -> None:
+    lib = load(name)
+
+    def attend(q: Any, k_pages: Any, v_pages: Any, table: Any, lengths: Any, offsets: Any) -> Any:
+        queries = scree.from_cu_seqlens(q, offsets, max_length=1)
+        return scree.paged_attention(queries, k_pages, v_pages, table, lengths).values
+
+    compiled = importlib.import_module(name)
+    compiled = compiled.jit(attend) if name == "jax" else compiled.compile(attend, backend="eager")
+    k_pages, v_pages, _, _ = make_cache([20])
+    table = np.asarray([[5, 0, 3], [2, 4, 1]], np.int32)
+    capacity = table.shape[1] * k_pages.shape[1]
+    results = []
+    for lengths in ([capacity, 5], [capacity + 30, 5]):
+        arrays = (make_queries([1, 1], heads=2).values, k_pages, v_pages, table,
+                  np.asarray(lengths, np.int32), np.arange(3, dtype=np.int32))  # fmt: skip
+        results.append(np.asarray(compiled(*map(lib.make, arrays))))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch", "jax")])

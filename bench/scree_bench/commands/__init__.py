@@ -14,6 +14,7 @@ MEASURING = (
     "train",
     "precision",
     "collectives",
+    "shards",
     "ratios",
     "overhead",
 )

@@ -147,7 +147,7 @@ def command(
         context = context or (2048 if cuda else 128)
         names = parse_words(contenders, "--contenders", ("all", *FORMS, *_MODES_OF))
         if quick:
-            timed, tokens, context, selected = 3, 256, 64, ["eager"]
+            timed, tokens, context, selected = min(timed, 3), 256, 64, ["eager"]
         shape = SIZES[size]
         context = min(context, tokens, shape.positions or context)
         session.say(f"{size}: {tokens:,} tokens per batch, documents of up to {context:,} tokens")

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import scree
+
 from . import models
 from .forms import FORMS, Loss, Plan
 from .heads import HEADS
@@ -78,7 +80,8 @@ def make_loss(plan: Plan, form: str, compiled: bool, head: str, precision: str) 
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = 64
-    compiled_loss: Loss = torch.compile(run, dynamic=FORMS[form].changes_shape)
+    # With `dynamic=True` the sizes of the model would be symbols too.
+    compiled_loss: Loss = torch.compile(run, dynamic=None if FORMS[form].changes_shape else False)
     return compiled_loss
 
 
@@ -96,6 +99,8 @@ class Training:
         self.parameters = models.parameters(
             settings.plan.size, settings.device, weights, settings.seed
         )
+        # The first call of scree loads its kernels; inside of a compiled function it compiles twice.
+        scree.namespace(self.parameters["norm"])
         matrices = [p for p in self.parameters.values() if p.ndim > 1]
         vectors = [p for p in self.parameters.values() if p.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -153,7 +158,9 @@ class Training:
     def _to_device(self, x: np.ndarray) -> Any:
         tensor = self.torch.from_numpy(x)
         if self.settings.device == "cuda":
-            return tensor.pin_memory().to("cuda", non_blocking=True)
+            tensor = tensor.pin_memory().to("cuda", non_blocking=True)
+        if self.form.changes_shape:
+            self.torch._dynamo.maybe_mark_dynamic(tensor, [*range(tensor.ndim)])
         return tensor
 
     def now(self) -> Any:

@@ -101,11 +101,18 @@ def ragged(
     p: dict[str, Any], size: Size, ids: Any, offsets: Any, longest: int, recomputes: bool
 ) -> scree.Array:
     """Return the hidden states of packed documents, on scree."""
+    # One layout for all layers: kernels keep what they derive from the offsets in it.
+    tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
+    return hidden_states(p, size, tokens, recomputes)
+
+
+def hidden_states(
+    p: dict[str, Any], size: Size, tokens: scree.Array, recomputes: bool = False
+) -> scree.Array:
+    """Return the hidden states of ragged token ids, which may be a shard of a batch."""
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 
-    # One layout for all layers: kernels keep what they derive from the offsets in it.
-    tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
     array = tokens.with_values
 
     def norm(x: scree.Array, name: str, residual: scree.Array | None = None) -> Any:
@@ -137,7 +144,7 @@ def ragged(
         up = F.gelu(up, approximate="tanh") if size.positions else scree.swiglu(up)
         return product(up, f"{i}.down"), x.values
 
-    x, y = F.embedding(ids, p["embedding"]), None
+    x, y = scree.gather(p["embedding"], tokens).values, None
     if size.positions:
         x = x + F.embedding(scree.positions(tokens), p["positions"])
     for i in range(size.layers):

@@ -6,7 +6,15 @@ Strides and numbers are known before a launch; the named tuples here hold them u
 
 from typing import NamedTuple
 
-from ..runtime.launch import Descriptor, Number, Pointer, Stride, launch_args
+from ..runtime.launch import (
+    Descriptor,
+    Number,
+    Pointer,
+    Stride,
+    Written,
+    WrittenDescriptor,
+    launch_args,
+)
 
 
 # --- Strides and numbers that several kernels or launches share
@@ -80,8 +88,8 @@ class PortableForwardArgs:
     K: Pointer
     V: Pointer
     SLOPES: Pointer
-    OUT: Pointer
-    LSE: Pointer
+    OUT: Written
+    LSE: Written
     TILES: Pointer
     SEED: Pointer
     stride_qm: Stride
@@ -129,8 +137,8 @@ class PortableDqArgs:
     LSE: Pointer
     DO: Pointer
     DLSE: Pointer
-    STATS: Pointer
-    DQ: Pointer
+    STATS: Written
+    DQ: Written
     TILES: Pointer
     SEED: Pointer
     stride_qm: Stride
@@ -182,8 +190,8 @@ class PortableDkdvArgs:
     SLOPES: Pointer
     DO: Pointer
     STATS: Pointer
-    DK: Pointer
-    DV: Pointer
+    DK: Written
+    DV: Written
     TILES: Pointer
     SEED: Pointer
     stride_qm: Stride
@@ -225,12 +233,12 @@ class ForwardArgs:
     q_desc: Descriptor
     k_desc: Descriptor
     v_desc: Descriptor
-    o_desc: Descriptor
+    o_desc: WrittenDescriptor
     SLOPES: Pointer
-    OUT: Pointer
-    LSE: Pointer
+    OUT: Written
+    LSE: Written
     TILES: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     stride_qh: Stride
     stride_kh: Stride
     stride_vh: Stride
@@ -263,14 +271,14 @@ class DqArgs:
     k_desc: Descriptor
     v_desc: Descriptor
     do_desc: Descriptor
-    dq_desc: Descriptor
+    dq_desc: WrittenDescriptor
     SLOPES: Pointer
     OUT: Pointer
     LSE: Pointer
     DLSE: Pointer
-    STATS: Pointer
+    STATS: Written
     TILES: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     stride_qh: Stride
     stride_kh: Stride
     stride_vh: Stride
@@ -325,10 +333,10 @@ class DkdvArgs:
     do_desc: Descriptor
     SLOPES: Pointer
     STATS: Pointer
-    DK: Pointer
-    DV: Pointer
+    DK: Written
+    DV: Written
     TILES: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     stride_qh: Stride
     stride_kh: Stride
     stride_vh: Stride
@@ -353,8 +361,8 @@ class SumSplitsArgs:
 
     DK_SPLITS: Pointer
     DV_SPLITS: Pointer
-    DK: Pointer
-    DV: Pointer
+    DK: Written
+    DV: Written
     rows: Number
 
 
@@ -374,10 +382,10 @@ class Float32ForwardArgs:
     k_desc: Descriptor
     v_desc: Descriptor
     SLOPES: Pointer
-    OUT: Pointer
-    LSE: Pointer
+    OUT: Written
+    LSE: Written
     TILES: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     stride_qh: Stride
     stride_om: Stride
     total_q: Number
@@ -400,9 +408,9 @@ class Float32DqArgs:
     do_desc: Descriptor
     SLOPES: Pointer
     STATS: Pointer
-    DQ: Pointer
+    DQ: Written
     TILES: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     stride_dqm: Stride
     total_q: Number
     stats_stride: Number
@@ -425,10 +433,10 @@ class Float32DkdvArgs:
     do_desc: Descriptor
     SLOPES: Pointer
     STATS: Pointer
-    DK: Pointer
-    DV: Pointer
+    DK: Written
+    DV: Written
     TILES: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     stride_dkn: Stride
     total_q: Number
     stats_stride: Number
@@ -446,7 +454,7 @@ class SplitArgs:
     """Arguments of `bf16x3.attention_split_kernel`."""
 
     X: Pointer
-    SPLIT: Pointer
+    SPLIT: Written
     stride_xt: Stride
     stride_xh: Stride
     total: Number
@@ -461,8 +469,8 @@ class SplitDoutArgs:
     DO: Pointer
     LSE: Pointer
     DLSE: Pointer
-    STATS: Pointer
-    SPLIT: Pointer
+    STATS: Written
+    SPLIT: Written
     stride_dom: Stride
     stride_doh: Stride
     stride_dlsem: Number

@@ -136,7 +136,7 @@ def run(call: Any) -> Any:
             max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
             rows = VarlenLayout(q.offsets, k.offsets, None, max_seqlen)
             alibi = slope_axes(call.alibi_slopes)
-            if not replace_by_portable_config(*values, rows, _call_spec(call), alibi):
+            if not replace_by_portable_config(*values, rows, call_spec(call), alibi):
                 raise
             record_replacement(__name__, {q.dtype}, str(error))
         return prepare_run(call)(q, k, v, call.alibi_slopes, *as_arguments(call.seed))
@@ -146,7 +146,7 @@ def run(call: Any) -> Any:
         v.values,
         q.offsets,
         k.offsets,
-        _call_spec(call),
+        call_spec(call),
         _kernel_slopes(call.alibi_slopes, q.layout),
         call.seed,
         q.layout.max_length_bound if k.layout is q.layout else k.layout.max_length_bound,
@@ -156,10 +156,11 @@ def run(call: Any) -> Any:
 
 def prepare_run(call: Any) -> Callable[..., Any]:
     """Return a function that runs calls with the same metadata as this one."""
-    spec, alibi, return_lse = _call_spec(call), slope_axes(call.alibi_slopes), call.return_lse
+    spec, alibi, return_lse = call_spec(call), slope_axes(call.alibi_slopes), call.return_lse
     if is_decoding(call):
         return prepare_decoding(call, spec)
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
+    is_float32 = call.q.values.dtype == torch.float32
     # Alignment and precision setting -> functions that run forward and backward.
     prepared: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
@@ -178,21 +179,21 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     def run_prepared(
         q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> Any:
-        values = q.values, k.values, v.values
-        slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, q.layout)
-        key = is_tma_aligned(*values), allows_tf32(values[0].dtype)
+        values, layout = (q.values, k.values, v.values), q.layout
+        slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, layout)
+        key = is_tma_aligned(*values), is_float32 and allows_tf32(torch.float32)
         forward, backward = prepared.get(key) or prepare(q, k, values, key)
+        seeds = () if seed is None else (seed,)
         if not (needs_grad and torch.is_grad_enabled()):
-            out, lse = forward(*values, slopes, *as_arguments(seed))
-        elif return_lse:
-            constants = forward, backward, slopes, as_arguments(seed), True
-            out, lse = _differentiable_attention(*values, constants)
+            out, lse = forward(*values, slopes, *seeds)
         else:
-            constants = forward, backward, slopes, as_arguments(seed), False
-            return q.from_layout(_differentiable_attention(*values, constants), q.layout)
+            constants = forward, backward, slopes, seeds, return_lse
+            out = _differentiable_attention(*values, constants)
+            if return_lse:
+                out, lse = out
         if return_lse:
-            return q.from_layout(out, q.layout), q.from_layout(lse.t(), q.layout)
-        return q.from_layout(out, q.layout)
+            return q.from_layout(out, layout), q.from_layout(lse.t(), layout)
+        return q.from_layout(out, layout)
 
     return run_prepared
 
@@ -205,7 +206,8 @@ def _kernel_slopes(slopes: torch.Tensor | None, layout: Any) -> torch.Tensor | N
     return layout.per_token(slopes) if slopes.ndim == 2 else slopes  # type: ignore[no-any-return]
 
 
-def _call_spec(call: Any) -> AttentionSpec:
+def call_spec(call: Any) -> AttentionSpec:
+    """Return the spec of an `AttentionCall`."""
     return make_spec(call.causal, *call.window, call.scale, call.softcap, call.dropout)
 
 
@@ -286,6 +288,7 @@ def attention_backward(
     lse: torch.Tensor,
     layout: VarlenLayout,
     spec: AttentionSpec,
+    dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, contiguous, for a caller that keeps the results itself.
 
@@ -299,10 +302,12 @@ def attention_backward(
         Results of the forward pass; `lse` is contiguous and has shape ``(num_heads, total)``.
     layout, spec
         Rows and options of the call, see `make_spec`.
+    dlse
+        Gradient of `lse`, (num_heads, total).
     """
     config = get_launch_config(q, k, v, layout, spec, 0)
     run = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
-    return run(q, k, v, None, out, lse, dout, None)  # type: ignore[no-any-return]
+    return run(q, k, v, None, out, lse, dout, dlse)  # type: ignore[no-any-return]
 
 
 def attention_forward(

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, bind_args, contiguous, empty, on_device, ragged
+from ..runtime.launch import Launch, bind_launch, contiguous, empty, on_device, ragged
 from . import portable, sum_splits
 from .arguments import (
     BackwardNumbers,
@@ -49,6 +49,7 @@ from .tile_configs import (
     MANY_ROWS,
     MERGED_MEAN_SEQLEN,
     MERGED_SEQLEN,
+    NARROW_HEAD_DIM,
     SHORT_SEQLEN,
     SM90_LONG_ROW_TILES,
     SM90_MERGED_TILES,
@@ -198,7 +199,8 @@ def get_launch_config(
         if len(CONFIG_CACHE) >= _MAX_CONFIGS:
             CONFIG_CACHE.clear()
         config = select_config(q.device, q.dtype, _head_layouts(q, k, v), *key[9:])
-        if AUTOTUNE and isinstance(config, PortableConfig) and q.shape[0] > 0 and k.shape[0] > 0:
+        is_tunable = isinstance(config, PortableConfig) and not q.is_meta
+        if AUTOTUNE and is_tunable and q.shape[0] > 0 and k.shape[0] > 0:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 return config  # a graph cannot contain measurements; a later call tunes
             config = config.autotuned(q, k, v, layout, spec)
@@ -272,7 +274,8 @@ def _config_key(
         layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
         layout.max_seqlen < UNBOUNDED
         and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
-        and num_rows * heads >= MANY_ROWS,
+        and num_rows * heads * (1 if max(head_dim, head_dim_v) <= NARROW_HEAD_DIM else 3)
+        >= MANY_ROWS,
         window_left >= UNBOUNDED and _has_long_rows(layout, total_k),
     )
 
@@ -795,10 +798,12 @@ class PortableConfig(LaunchConfig):
 
     def _forward(self, layout, total_q, spec):
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
-        launch, dropout = self.forward_launch, DropoutNumbers(spec.dropout)
+        dropout = DropoutNumbers(spec.dropout)
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec[:4])
-        args = bind_args(
+        launch = bind_launch(
+            self.forward_launch,
+            ctas,
             PortableForwardArgs,
             TILES=tiles,
             **strides._asdict(),
@@ -807,8 +812,7 @@ class PortableConfig(LaunchConfig):
         )
 
         def run(q, k, v, slopes, out, lse, seed=None):
-            seed = q if seed is None else seed
-            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse, SEED=seed))
+            launch(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse, SEED=q if seed is None else seed)
 
         return run
 
@@ -819,7 +823,7 @@ class PortableConfig(LaunchConfig):
             query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         if total_k > 0:
             key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dkdv_launch, dropout = self.dkdv_launch, DropoutNumbers(spec.dropout)
+        dropout = DropoutNumbers(spec.dropout)
         dkdv_numbers = BackwardNumbers(
             total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec[:4]
         )
@@ -827,7 +831,6 @@ class PortableConfig(LaunchConfig):
         def prepare(dout_strides, dlse_strides):
             stride_dom, stride_doh, _ = dout_strides
             stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
-            dq_launch = self.dq_launches[dlse_strides is not None]
             dq_strides = PortableDqStrides(
                 *self.strides,
                 stride_om=self.out_stride,
@@ -851,43 +854,46 @@ class PortableConfig(LaunchConfig):
                 stride_dvn=self.k_heads * self.v.head_dim,
             )
 
-            dq_args = bind_args(
-                PortableDqArgs,
-                TILES=query_tiles,
-                **dq_strides._asdict(),
-                **dq_numbers._asdict(),
-                **dropout._asdict(),
-            )
-            dkdv_args = bind_args(
-                PortableDkdvArgs,
-                TILES=key_tiles,
-                **dkdv_strides._asdict(),
-                **dkdv_numbers._asdict(),
-                **dropout._asdict(),
-            )
+            dq_launch = dkdv_launch = lambda **_: None
+            if query_tiles is not None:
+                dq_launch = bind_launch(
+                    self.dq_launches[dlse_strides is not None],
+                    dq_ctas,
+                    PortableDqArgs,
+                    TILES=query_tiles,
+                    **dq_strides._asdict(),
+                    **dq_numbers._asdict(),
+                    **dropout._asdict(),
+                )
+            if key_tiles is not None:
+                dkdv_launch = bind_launch(
+                    self.dkdv_launch,
+                    dkdv_ctas,
+                    PortableDkdvArgs,
+                    TILES=key_tiles,
+                    **dkdv_strides._asdict(),
+                    **dkdv_numbers._asdict(),
+                    **dropout._asdict(),
+                )
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, seed=None):
                 seed = q if seed is None else seed
-                if query_tiles is not None:
-                    args = dq_args(
-                        Q=q,
-                        K=k,
-                        V=v,
-                        SLOPES=slopes,
-                        OUT=out,
-                        LSE=lse,
-                        DO=dout,
-                        DLSE=dlse,
-                        STATS=stats,
-                        DQ=dq,
-                        SEED=seed,
-                    )
-                    dq_launch(dq_ctas, args)
-                if key_tiles is not None:
-                    args = dkdv_args(
-                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv, SEED=seed
-                    )
-                    dkdv_launch(dkdv_ctas, args)
+                dq_launch(
+                    Q=q,
+                    K=k,
+                    V=v,
+                    SLOPES=slopes,
+                    OUT=out,
+                    LSE=lse,
+                    DO=dout,
+                    DLSE=dlse,
+                    STATS=stats,
+                    DQ=dq,
+                    SEED=seed,
+                )
+                dkdv_launch(
+                    Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv, SEED=seed
+                )
 
             return run
 
@@ -948,6 +954,8 @@ class Sm90Config(LaunchConfig):
             _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
         m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
+        # The kernel writes the output either through the descriptor or through the pointer.
+        self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
             dict(
@@ -956,7 +964,7 @@ class Sm90Config(LaunchConfig):
                 **values,
                 STAGES=stages,
                 Q_STAGES=own_stages,
-                STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
+                STORE_IN_Q_SMEM=self.stores_by_tma,
                 CONSUMERS=m // 64,
                 SAME_OFFSETS=same_offsets and causal,
                 MERGED=rows.merged,
@@ -965,6 +973,7 @@ class Sm90Config(LaunchConfig):
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
+            unwritten="OUT" if self.stores_by_tma else "o_desc",
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
         m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
@@ -1069,29 +1078,39 @@ class Sm90Config(LaunchConfig):
         )
 
     def _forward(self, layout, total_q, spec):
-        counter, device, launch = self.counter, self.device, self.forward_launch
+        counter, device = self.counter, self.device
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
-        o_desc = _descriptor(out_layout)
         tile = self.tiles.forward
         tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
-        args = bind_args(ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
+        launch = bind_launch(
+            self.forward_launch,
+            ctas,
+            ForwardArgs,
+            q_desc=q_desc,
+            k_desc=k_desc,
+            v_desc=v_desc,
+            o_desc=_descriptor(out_layout),
+            TILES=tiles,
+            **strides._asdict(),
+            **numbers._asdict(),
+        )
+
+        # The other one of descriptor and pointer is not used, and has a tensor that is not written.
+        by_tma = self.stores_by_tma
 
         def run(q, k, v, slopes, out, lse):
             launch(
-                ctas,
-                args(
-                    q_desc=(q, q_desc),
-                    k_desc=(k, k_desc),
-                    v_desc=(v, v_desc),
-                    o_desc=(out, o_desc),
-                    SLOPES=slopes,
-                    OUT=out,
-                    LSE=lse,
-                    COUNTER=counter(device),
-                ),
+                q_desc=q,
+                k_desc=k,
+                v_desc=v,
+                o_desc=out if by_tma else q,
+                SLOPES=slopes,
+                OUT=q if by_tma else out,
+                LSE=lse,
+                COUNTER=counter(device),
             )
 
         return run
@@ -1121,8 +1140,10 @@ class Sm90Config(LaunchConfig):
             (*contiguous((k_rows, splits, x.head_dim)), torch.float32) for x in (self.q, self.v)
         )
         if splits > 1:
-            sum_launch = self._sum_splits_launch(splits)
             sum_ctas = sum(triton.cdiv(k_rows * x.head_dim, _SUM_BLOCK) for x in (self.q, self.v))
+            sum_launch = bind_launch(
+                self._sum_splits_launch(splits), sum_ctas, SumSplitsArgs, rows=k_rows
+            )
 
         def prepare(dout_strides, dlse_strides):
             stride_dom, stride_doh, _ = dout_strides
@@ -1131,8 +1152,9 @@ class Sm90Config(LaunchConfig):
             dout_layout = HeadLayout(heads, self.v.head_dim, stride_dom, stride_doh)
             dq_layout = HeadLayout(heads, head_dim, heads * head_dim, head_dim)
             q_desc, k_desc, v_desc = self.descriptors
-            do_desc, dq_desc = _descriptor(dout_layout), _descriptor(dq_layout)
-            dq_launch = self.dq_launches[dlse_strides is not None]
+            descriptors = dict(
+                q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, do_desc=_descriptor(dout_layout)
+            )
             dq_strides = DqStrides(
                 *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
             )
@@ -1150,22 +1172,37 @@ class Sm90Config(LaunchConfig):
                 stride_dkn=k_heads * splits * head_dim,
                 stride_dvn=k_heads * splits * self.v.head_dim,
             )
-            dq_args = bind_args(
-                DqArgs, TILES=query_tiles, **dq_strides._asdict(), **dq_numbers._asdict()
+            dq_launch = bind_launch(
+                self.dq_launches[dlse_strides is not None],
+                dq_ctas,
+                DqArgs,
+                **descriptors,
+                dq_desc=_descriptor(dq_layout),
+                TILES=query_tiles,
+                **dq_strides._asdict(),
+                **dq_numbers._asdict(),
             )
-            dkdv_args = bind_args(
-                DkdvArgs, TILES=key_tiles, **dkdv_strides._asdict(), **dkdv_numbers._asdict()
-            )
+            bound_dkdv_launches = [
+                bind_launch(
+                    launch,
+                    dkdv_ctas,
+                    DkdvArgs,
+                    **descriptors,
+                    TILES=key_tiles,
+                    **dkdv_strides._asdict(),
+                    **dkdv_numbers._asdict(),
+                )
+                for launch in dkdv_launches
+            ]
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 count = counter(device)
-                q_tma, k_tma, v_tma, do_tma = (q, q_desc), (k, k_desc), (v, v_desc), (dout, do_desc)
-                args = dq_args(
-                    q_desc=q_tma,
-                    k_desc=k_tma,
-                    v_desc=v_tma,
-                    do_desc=do_tma,
-                    dq_desc=(dq, dq_desc),
+                dq_launch(
+                    q_desc=q,
+                    k_desc=k,
+                    v_desc=v,
+                    do_desc=dout,
+                    dq_desc=dq,
                     SLOPES=slopes,
                     OUT=out,
                     LSE=lse,
@@ -1173,26 +1210,21 @@ class Sm90Config(LaunchConfig):
                     STATS=stats,
                     COUNTER=count,
                 )
-                dq_launch(dq_ctas, args)
                 dk_splits, dv_splits = (new(*dk_like), new(*dv_like)) if splits > 1 else (dk, dv)
-                args = dkdv_args(
-                    q_desc=q_tma,
-                    k_desc=k_tma,
-                    v_desc=v_tma,
-                    do_desc=do_tma,
-                    SLOPES=slopes,
-                    STATS=stats,
-                    DK=dk_splits,
-                    DV=dv_splits,
-                    COUNTER=count,
-                )
-                for launch in dkdv_launches:
-                    launch(dkdv_ctas, args)
-                if splits > 1:
-                    args = SumSplitsArgs(
-                        DK_SPLITS=dk_splits, DV_SPLITS=dv_splits, DK=dk, DV=dv, rows=k_rows
+                for launch in bound_dkdv_launches:
+                    launch(
+                        q_desc=q,
+                        k_desc=k,
+                        v_desc=v,
+                        do_desc=dout,
+                        SLOPES=slopes,
+                        STATS=stats,
+                        DK=dk_splits,
+                        DV=dv_splits,
+                        COUNTER=count,
                     )
-                    sum_launch(sum_ctas, args)
+                if splits > 1:
+                    sum_launch(DK_SPLITS=dk_splits, DV_SPLITS=dv_splits, DK=dk, DV=dv)
 
             return run
 
@@ -1324,26 +1356,33 @@ class Bf16x3Config(LaunchConfig):
 
     def _forward(self, layout, total_q, spec):
         counter, device, split = self.counter, self.device, self._split
-        launch, (q_desc, k_desc, v_desc) = self.forward_launch, self.forward_descriptors
+        q_desc, k_desc, v_desc = self.forward_descriptors
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
         strides = Float32ForwardStrides(self.q.head_stride, self.out_stride)
         numbers = ForwardNumbers(
             total_q, *self._head_counts(self.heads, total_q), *_base2_spec(spec)
         )
-        args = bind_args(Float32ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
+        launch = bind_launch(
+            self.forward_launch,
+            ctas,
+            Float32ForwardArgs,
+            q_desc=q_desc,
+            k_desc=k_desc,
+            v_desc=v_desc,
+            TILES=tiles,
+            **strides._asdict(),
+            **numbers._asdict(),
+        )
 
         def run(q, k, v, slopes, out, lse):
             launch(
-                ctas,
-                args(
-                    q_desc=(q, q_desc),
-                    k_desc=(split(k), k_desc),
-                    v_desc=(split(v), v_desc),
-                    SLOPES=slopes,
-                    OUT=out,
-                    LSE=lse,
-                    COUNTER=counter(device),
-                ),
+                q_desc=q,
+                k_desc=split(k),
+                v_desc=split(v),
+                SLOPES=slopes,
+                OUT=out,
+                LSE=lse,
+                COUNTER=counter(device),
             )
 
         return run
@@ -1363,11 +1402,12 @@ class Bf16x3Config(LaunchConfig):
 
         def prepare(dout_strides, dlse_strides):
             stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
-            split_dout_launch = self.split_dout_launches[dlse_strides is not None]
-            split_ctas = triton.cdiv(stats_stride, self.BLOCK)
             stride_dom, stride_doh, _ = dout_strides
-            q_desc, k_desc, v_desc, do_desc = self.descriptors
-            split_dout_args = bind_args(
+            names = "q_desc", "k_desc", "v_desc", "do_desc"
+            descriptors = dict(zip(names, self.descriptors, strict=True))
+            split_dout_launch = bind_launch(
+                self.split_dout_launches[dlse_strides is not None],
+                triton.cdiv(stats_stride, self.BLOCK),
                 SplitDoutArgs,
                 stride_dom=stride_dom,
                 stride_doh=stride_doh,
@@ -1377,44 +1417,34 @@ class Bf16x3Config(LaunchConfig):
                 stats_stride=stats_stride,
                 heads=self.heads,
             )
-            dq_args = bind_args(
-                Float32DqArgs, TILES=query_tiles, stride_dqm=stride_dqm, **dq_numbers._asdict()
+            dq_launch = bind_launch(
+                self.dq_launch,
+                dq_ctas,
+                Float32DqArgs,
+                **descriptors,
+                TILES=query_tiles,
+                stride_dqm=stride_dqm,
+                **dq_numbers._asdict(),
             )
-            dkdv_args = bind_args(
-                Float32DkdvArgs, TILES=key_tiles, stride_dkn=stride_dkn, **dkdv_numbers._asdict()
+            dkdv_launch = bind_launch(
+                self.dkdv_launch,
+                dkdv_ctas,
+                Float32DkdvArgs,
+                **descriptors,
+                TILES=key_tiles,
+                stride_dkn=stride_dkn,
+                **dkdv_numbers._asdict(),
             )
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 split_dout = self._empty_terms(dout)
-                args = split_dout_args(
+                split_dout_launch(
                     OUT=out, DO=dout, LSE=lse, DLSE=dlse, STATS=stats, SPLIT=split_dout
                 )
-                split_dout_launch(split_ctas, args)
-                q_tma, k_tma, v_tma = (split(q), q_desc), (split(k), k_desc), (split(v), v_desc)
-                do_tma, count = (split_dout, do_desc), counter(device)
-                args = dq_args(
-                    q_desc=q_tma,
-                    k_desc=k_tma,
-                    v_desc=v_tma,
-                    do_desc=do_tma,
-                    SLOPES=slopes,
-                    STATS=stats,
-                    DQ=dq,
-                    COUNTER=count,
-                )
-                self.dq_launch(dq_ctas, args)
-                args = dkdv_args(
-                    q_desc=q_tma,
-                    k_desc=k_tma,
-                    v_desc=v_tma,
-                    do_desc=do_tma,
-                    SLOPES=slopes,
-                    STATS=stats,
-                    DK=dk,
-                    DV=dv,
-                    COUNTER=count,
-                )
-                self.dkdv_launch(dkdv_ctas, args)
+                count = counter(device)
+                terms = dict(q_desc=split(q), k_desc=split(k), v_desc=split(v), do_desc=split_dout)
+                dq_launch(**terms, SLOPES=slopes, STATS=stats, DQ=dq, COUNTER=count)
+                dkdv_launch(**terms, SLOPES=slopes, STATS=stats, DK=dk, DV=dv, COUNTER=count)
 
             return run
 

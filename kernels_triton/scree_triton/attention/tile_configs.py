@@ -96,7 +96,9 @@ SM90_LONG_ROW_TILES = {
 
 #: Rows with at most MERGED_SEQLEN queries and keys share tiles, in launches of their own, if the mean
 #: row has at most MERGED_MEAN_SEQLEN tokens, and there are at least MANY_ROWS rows over all heads.
-MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS = 64, 96, 3000
+#: Heads wider than NARROW_HEAD_DIM need a third of these rows, because an SM runs one CTA of the usual
+#: forward instead of three.
+MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS, NARROW_HEAD_DIM = 64, 96, 3000, 64
 #: By the wider padded head_dim, half precision. A tile has MERGED_SEQLEN tokens of the rows that it
 #: cuts, and as many keys in forward and dq. Measured on an H200.
 SM90_MERGED_TILES = {

@@ -27,6 +27,7 @@ from scree.dispatch.operation import KernelUnavailableError
 
 from ..runtime.fallback import falls_back_to
 from ..runtime.launch import COMPILE_ERRORS, on_device
+from ..runtime.recording import launch_jit, sort_descending
 
 #: A window side that reaches further than any row.
 UNBOUNDED = 1 << 30
@@ -480,17 +481,22 @@ def _schedule_tiles(
     group_ends = offsets
     if merge_rows:
         group_ends = torch.empty(n, dtype=torch.int32, device=offsets.device)
-        _attention_group_kernel[(triton.cdiv(n, _ROWS_PER_THREAD * 32),)](
+        launch_jit(
+            _attention_group_kernel,
+            triton.cdiv(n, _ROWS_PER_THREAD * 32),
             offsets,
             attended_offsets,
             group_ends,
             n,
+            written=("GROUP_ENDS",),
             TILE_SIZE=tile_size,
             ROWS_PER_THREAD=_ROWS_PER_THREAD,
             THREADS=32,
             num_warps=1,
         )
-        _attention_attended_kernel[(triton.cdiv(total, _CHUNK),)](
+        launch_jit(
+            _attention_attended_kernel,
+            triton.cdiv(total, _CHUNK),
             offsets,
             attended_offsets,
             tiles,
@@ -498,10 +504,13 @@ def _schedule_tiles(
             total,
             search_steps,
             (slots + 1) * FIELDS,
+            written=("TILES",),
             CHUNK=_CHUNK,
         )
     if slots <= MAX_COUNTED_SLOTS:
-        _attention_schedule_kernel[(triton.cdiv(slots, _COUNTED_CHUNK),)](
+        launch_jit(
+            _attention_schedule_kernel,
+            triton.cdiv(slots, _COUNTED_CHUNK),
             offsets,
             attended_offsets,
             group_ends,
@@ -513,6 +522,7 @@ def _schedule_tiles(
             window_left,
             window_right,
             min_length,
+            written=("TILES",),
             TILE_SIZE=tile_size,
             CHUNK=_COUNTED_CHUNK,
             FIELDS=FIELDS,
@@ -520,8 +530,10 @@ def _schedule_tiles(
         )
         return tiles
     keys = torch.empty(slots, dtype=torch.int64, device=offsets.device)
-    grid = (triton.cdiv(slots, _CHUNK),)
-    _attention_sort_key_kernel[grid](
+    programs = triton.cdiv(slots, _CHUNK)
+    launch_jit(
+        _attention_sort_key_kernel,
+        programs,
         offsets,
         attended_offsets,
         group_ends,
@@ -533,12 +545,15 @@ def _schedule_tiles(
         window_left,
         window_right,
         min_length,
+        written=("KEYS",),
         TILE_SIZE=tile_size,
         CHUNK=_CHUNK,
         MERGED=merge_rows,
     )
-    keys = torch.sort(keys, descending=True).values
-    _attention_entry_kernel[grid](
+    keys = sort_descending(keys)
+    launch_jit(
+        _attention_entry_kernel,
+        programs,
         keys,
         offsets,
         attended_offsets,
@@ -547,6 +562,7 @@ def _schedule_tiles(
         n,
         total,
         slots,
+        written=("TILES",),
         TILE_SIZE=tile_size,
         CHUNK=_CHUNK,
         FIELDS=FIELDS,

@@ -82,7 +82,7 @@ def _weights_with_header(call: Any, classes: int) -> torch.Tensor:
     if call.reduction == "mean":
         # The kernels sum one loss per token, so the z-loss is multiplied by the mean weight.
         total, count = target_weights(call).sum(), call.counted.sum()
-        loss_weight = torch.where(total > 0, 1 / total, 0.0)
+        loss_weight = torch.where(total != 0, 1 / total, 0.0)
         z_loss_factor = torch.where(count > 0, total / count, 0.0)
     header = torch.stack([weights.sum(), z_loss_factor, loss_weight])
     return torch.cat([header, weights.new_zeros(HEADER - 3), weights])
@@ -115,7 +115,7 @@ def reduce_weighted(
 def weighted_mean(total: torch.Tensor, class_weights: torch.Tensor) -> torch.Tensor:
     """Return the mean from the sum of all losses and the weights of `LossOptions`."""
     loss_weight = class_weights[2]
-    return torch.where(loss_weight > 0, total * loss_weight, float("nan"))
+    return torch.where(loss_weight != 0, total * loss_weight, float("nan"))
 
 
 def targets_of(call: Any) -> Targets:

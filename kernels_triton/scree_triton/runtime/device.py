@@ -96,9 +96,21 @@ class Device:
         return self.capability in LARGE_SHARED_MEMORY
 
 
+#: The hardware of the device "meta", on which launches are recorded; empty before `describe_meta`.
+_META: list[Device] = []
+
+
+def describe_meta(device: Device) -> None:
+    """Declare the hardware for which launches on the device "meta" are recorded."""
+    _META[:] = [device]
+    device_info.cache_clear()
+
+
 @cache
 def device_info(device: torch.device) -> Device:
     """Return the record of a device; warn once if faster kernels do not run on it."""
+    if device.type == "meta" and _META:
+        return _META[0]
     if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
         return Device("cpu", (8, 0), 3, 0, 0)
     properties = torch.cuda.get_device_properties(device)

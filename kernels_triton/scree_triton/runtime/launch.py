@@ -21,10 +21,12 @@ determines::
     launch(programs, args(Q=(q, ragged(...)), X=x))
 
 `launch_on_device(launch, programs, args)` also selects the CUDA device of the tensors. Where a
-launch config fixes all but the pointers, the launch takes a third of the time::
+launch config fixes all but the tensors, the launch takes a third of the time::
 
-    launch_forward = bind_launch(launch, programs, ForwardArgs, x_stride=1024, count=3)
-    launch_forward(X=x)
+    launch_forward = bind_launch(
+        launch, programs, ForwardArgs, Q=ragged(...), x_stride=1024, count=3
+    )
+    launch_forward(Q=q, X=x)
 """
 
 import inspect
@@ -49,6 +51,7 @@ from .device import (
     device_count,
     device_info,
 )
+from .recording import RecordedLaunch, current_recording
 
 #: Errors of a kernel that does not compile or does not fit on the device.
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError)
@@ -189,9 +192,11 @@ class _Described(NamedTuple):
 
 
 Pointer = Annotated[torch.Tensor, "pointer"]
+Written = Annotated[torch.Tensor, "pointer", "written"]
 Stride = Annotated[int, "stride"]
 Number = Annotated[int | float, "number"]
 Descriptor = Annotated[tuple[torch.Tensor, Ragged | Tiled], "descriptor"]
+WrittenDescriptor = Annotated[tuple[torch.Tensor, Ragged | Tiled], "descriptor", "written"]
 _KINDS = "descriptor", "pointer", "stride", "number"
 
 
@@ -200,10 +205,11 @@ def launch_args(cls: type) -> Any:
     """Turn a class of annotated fields into the constructor of the named arguments of one kernel.
 
     The fields are the kernel's parameters before its constants, in the kernel's order. Their
-    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. The constructor
-    takes them by name and returns the tuple (pointers, specialized, numbers, described, shapes).
-    `specialized` has the addresses of the pointers and the strides: the JIT chooses a variant by
-    them.
+    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. Tensors that the
+    kernel writes are `Written` and `WrittenDescriptor` where launches can be recorded, see
+    `recording`. The constructor takes them by name and returns the tuple (pointers, specialized,
+    numbers, described, shapes). `specialized` has the addresses of the pointers and the strides: the
+    JIT chooses a variant by them.
 
     The constructor is a generated function, as in `collections.namedtuple`: an instance of a class
     would cost 0.7 microseconds more per launch. CPython 3.11 passes more than 15 keywords through a
@@ -224,28 +230,38 @@ def launch_args(cls: type) -> Any:
     described_groups = ", ".join(pack([f"{x}[{i}]" for x in described]) for i in range(2))
 
     @cache
-    def launcher() -> Callable[..., Any]:
-        """Return a function for `bind_launch`; the function it returns takes the pointers."""
+    def launcher(*bound: str) -> Callable[..., Any]:
+        """Return a function for `bind_launch`, whose result takes the tensors that are not bound."""
+        free = [x for x in (*described, *pointers) if x not in bound]
+        start = "start(programs, 1, 1, current_stream(launch.index), *fixed, "
         if described:
-            raise TypeError(f"{cls.__name__} has descriptors, which cannot be bound")
-        addresses = pack([f"address({x})" for x in pointers])
+            start = (
+                f"bases = {pack([f'address({x})' for x in described])}\n"
+                f"            descriptors = encoded.get((bases, shapes)) or "
+                f"encode((bases, shapes), {pack(described)}, shapes)\n"
+                f"            {start}*descriptors, "
+            )
+        addresses = pack([x + "_address" if x in bound else f"address({x})" for x in pointers])
         namespace: dict[str, Any] = {"address": _address, "gcd": gcd}
         exec(
-            f"def bind(launch, programs, alignment, strides, numbers, can_keep, current_stream):\n"
+            f"def bind(\n"
+            f"    launch, programs, shapes, strides, numbers, kind, current_stream, "
+            f"{', '.join(bound)}\n"
+            f"):\n"
             f"    tail = *strides, *numbers, *launch.values\n"
-            f"    variant = None\n"
-            f"    def {cls.__name__}(*, {', '.join(pointers)}):\n"
+            f"    encoded, encode, variant = launch.encoded, launch.encode, None\n"
+            + "".join(f"    {x}_address = address({x})\n" for x in bound)
+            + f"    def {cls.__name__}(*, {', '.join(free)}):\n"
             f"        nonlocal variant\n"
             f"        addresses = {addresses}\n"
-            f"        if variant is not None and gcd(alignment, *addresses) == 16:\n"
+            f"        if variant is not None and gcd(16, *addresses) == 16:\n"
             f"            start, fixed = variant\n"
-            f"            stream = current_stream(launch.index)\n"
-            f"            start(programs, 1, 1, stream, *fixed, *addresses, *tail)\n"
+            f"            {start}*addresses, *tail)\n"
             f"            return\n"
             f"        pointers = {pack(pointers)}\n"
-            f"        launch(programs, (pointers, (*addresses, *strides), numbers, (), ()))\n"
-            f"        if can_keep:\n"
-            f"            variant = launch.variants.get(16)\n"
+            f"        specialized = *addresses, *strides\n"
+            f"        launch(programs, (pointers, specialized, numbers, {pack(described)}, shapes))\n"
+            f"        variant = launch.variants.get(kind)\n"
             f"    return {cls.__name__}",
             namespace,
         )
@@ -276,7 +292,15 @@ def launch_args(cls: type) -> Any:
     constructor.__qualname__ = cls.__name__
     constructor.__doc__, constructor.__module__ = cls.__doc__, cls.__module__
     constructor.fields, constructor.binder = tuple(kinds), binder
-    constructor.launcher, constructor.strides, constructor.numbers = launcher, strides, numbers
+    constructor.launcher, constructor.described, constructor.pointers = (
+        launcher,
+        described,
+        pointers,
+    )
+    constructor.strides, constructor.numbers = strides, numbers
+    constructor.written = frozenset(
+        name for name, kind in cls.__annotations__.items() if "written" in kind.__metadata__
+    )
     return constructor
 
 
@@ -285,17 +309,23 @@ def bind_args(args: Any, **values: Any) -> Callable[..., Any]:
     return args.binder(*values)(**values)  # type: ignore[no-any-return]
 
 
-def bind_launch(
-    launch: "Launch", programs: int, args: Any, **values: int | float
-) -> Callable[..., None]:
-    """Return a function of the pointers of `args` that launches with all other fields fixed."""
-    strides, numbers = (
-        tuple(values[name] for name in names) for names in (args.strides, args.numbers)
+def bind_launch(launch: "Launch", programs: int, args: Any, **values: Any) -> Callable[..., None]:
+    """Return a function of the tensors of `args` that launches with all other fields fixed.
+
+    `values` has every stride and number, the shape of every descriptor, and the tensors that are
+    the same in all launches.
+    """
+    shapes, strides, numbers = (
+        tuple(values[name] for name in names)
+        for names in (args.described, args.strides, args.numbers)
     )
-    can_keep = max(0, *strides, *numbers) < _LIMIT
-    alignment = _alignment(*strides)
-    return args.launcher()(  # type: ignore[no-any-return]
-        launch, programs, alignment, strides, numbers, can_keep, current_stream
+    bound = {name: values[name] for name in args.pointers if name in values}
+    # The variant for tensors at multiples of 16. There is none for numbers beyond 32 bits.
+    kind: Any = None
+    if max(0, *strides, *numbers) < _LIMIT:
+        kind = _kind((*(0 for _ in args.pointers), *strides))
+    return args.launcher(*bound)(  # type: ignore[no-any-return]
+        launch, programs, shapes, strides, numbers, kind, current_stream, **bound
     )
 
 
@@ -327,6 +357,11 @@ def _specialization(x: int) -> int:
     return 0 if x % 16 == 0 else 1 if x == 1 else 2
 
 
+def _kind(specialized: Sequence[int]) -> int | tuple[int, ...]:
+    """Return the key of the variant for these pointers and strides."""
+    return 16 if _alignment(*specialized) == 16 else tuple(map(_specialization, specialized))
+
+
 class Launch:
     """A Triton kernel with fixed constants, on one device.
 
@@ -349,6 +384,8 @@ class Launch:
     args
         The kernel's named arguments, declared with `launch_args`. Their names, followed by the
         names of the constants, must be the names of the kernel's parameters.
+    unwritten
+        The name of an argument that the kernel does not write with these constants.
     """
 
     __slots__ = (
@@ -362,6 +399,7 @@ class Launch:
         "rows",
         "values",
         "variants",
+        "written",
     )
 
     def __init__(
@@ -372,6 +410,7 @@ class Launch:
         rows: tuple[int, ...] = (),
         *,
         args: Any,
+        unwritten: str = "",
     ):
         if (*args.fields, *constants) != tuple(kernel.arg_names):
             raise TypeError(
@@ -381,7 +420,7 @@ class Launch:
         # Triton 3.9 warns if kernels do not choose, and 3.10 changes the default.
         self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         self.constants, self.rows = constants, rows
-        self.values = tuple(constants.values())
+        self.values, self.written = tuple(constants.values()), args.written - {unwritten}
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
         self.failures: dict[int | tuple[int, ...], str] = {}  # why a variant does not compile
@@ -392,9 +431,7 @@ class Launch:
         `args` are the kernel's named arguments, see `launch_args`.
         """
         pointers, specialized, numbers, described, shapes = args
-        kind: int | tuple[int, ...] = _alignment(*specialized)
-        if kind != 16:
-            kind = tuple(map(_specialization, specialized))
+        kind = _kind(specialized)
         variant = self.variants.get(kind)
         if variant is not None and not (
             _TRUNCATES and max(0, *specialized[len(pointers) :], *numbers) >= _LIMIT
@@ -402,8 +439,8 @@ class Launch:
             launch, fixed = variant
             descriptors = ()
             if shapes:
-                key = *map(_address, described), *shapes
-                descriptors = self.encoded.get(key) or self._encode(key, described, shapes)
+                key = (*map(_address, described),), shapes
+                descriptors = self.encoded.get(key) or self.encode(key, described, shapes)
             try:
                 launch(
                     programs,
@@ -423,6 +460,14 @@ class Launch:
         if kind in self.failures:
             raise KernelUnavailableError(self.failures[kind])
         strides = specialized[len(pointers) :]
+        if pointers[0].is_meta:
+            described = zip(described, shapes, self.rows)
+            arguments = *described, *pointers, *strides, *numbers
+            launch = RecordedLaunch(
+                self.kernel, programs, arguments, self.constants, self.options, self.written
+            )
+            current_recording().steps.append(launch)
+            return
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         try:
             compiled = self.kernel[(programs,)](
@@ -451,7 +496,7 @@ class Launch:
             self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
             self.variants[kind] = _launcher(compiled, bool(self.rows))
 
-    def _encode(
+    def encode(
         self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]
     ) -> tuple:
         """Return the launcher's arguments for the descriptors.

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..runtime.device import current_stream, persistent_zeros
+from ..runtime.recording import recorded_zeros
 
 # Triton 3.8 renamed these functions.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -53,9 +54,13 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     than a device's queue of launches. A captured graph may be replayed at any time, so it gets
     counters that nothing else uses.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "meta":
+        return recorded_zeros((4,), torch.int32)
+    stream = current_stream(device.index)
+    # CUDA cannot capture the default stream, which is 0.
+    if stream and torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, current_stream(device.index)
+    key = device.index, stream
     counters = _counters.get(key)
     if counters is None:
         # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.

@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from . import UNREADABLE, Backend
 
 _PLAIN_TYPES = torch.Tensor, torch.nn.Parameter
+# Every cached call calls these; three attributes of modules take longer than the functions.
+_is_compiling = torch.compiler.is_compiling
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
 MAX_INLINE_BYTES = 1 << 16  # copies up to this size are part of the launch in CUDA
 
 
@@ -107,7 +110,7 @@ def _from_numpy(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tens
 
 
 def _intercepts_calls() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return _is_compiling() or _count_dispatch_modes() > 0
 
 
 def _stream_key(offsets: torch.Tensor) -> Callable[[], Hashable] | None:

@@ -29,9 +29,13 @@ from .flash_attn.common import ragged_array
 #: Major and minor version of transformers.
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 #: The first and the last version on which the tests ran.
-TESTED_VERSIONS = (5, 17), (5, 23)
+TESTED_VERSIONS = (5, 17), (5, 24)
 #: From this version on, transformers ignores the prefix "paged|" of a name.
 WITHOUT_PREFIX = (5, 19)
+#: From this version on, an allocator has the cache of all layers of one type.
+WITH_ALLOCATORS = (5, 18)
+#: From this version on, the model updates the cache; before it, the attention function does.
+WITH_UPDATE_BY_MODEL = (5, 24)
 
 
 class _LayerCache(NamedTuple):
@@ -60,7 +64,7 @@ class _LayerCache(NamedTuple):
 
 
 def _layer_cache(cache: PagedAttentionCache, layer: int) -> _LayerCache:
-    if hasattr(cache, "layer_to_allocator"):  # 5.19 and later
+    if VERSION >= WITH_ALLOCATORS:
         from transformers.generation.continuous_batching import cache_allocators
 
         allocator = cache.layer_to_allocator[layer]
@@ -86,7 +90,7 @@ def _paged_forward(
     value: torch.Tensor,
     options: dict[str, Any],
     cache: PagedAttentionCache,
-    position_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
     cu_seq_lens_q: torch.Tensor,
     cu_seq_lens_k: Any,
     read_index: list[torch.Tensor],
@@ -113,10 +117,8 @@ def _paged_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if block_table is not None:
         queries = ragged_array(q, cu_seq_lens_q, 1)
-        positions = position_ids[0, : queries.batch_size]
-        return _decode(
-            queries, k, v, layer, block_table[layer.group], cu_seq_lens_k, positions, options
-        )
+        table = block_table[layer.group]
+        return _decode(queries, k, v, layer, table, cu_seq_lens_k, position_ids, options)
     read, write = read_index[layer.group], write_index[layer.group]
     if not read.numel():  # all requests are new
         _write(layer, write, k, v)
@@ -159,7 +161,7 @@ def _decode(
     layer: _LayerCache,
     block_table: torch.Tensor,
     cu_seq_lens_k: torch.Tensor,
-    positions: torch.Tensor,
+    position_ids: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Return attention of one new token per request, through a block table.
@@ -169,7 +171,13 @@ def _decode(
     """
     lengths = ends = torch.diff(cu_seq_lens_k)
     if layer.window is not None:
-        ends = positions.to(lengths.dtype) % layer.window + 1
+        if position_ids is None:
+            raise ValueError(
+                "position_ids: a windowed layer needs them with a block table, got None; "
+                "set max_blocks_per_request=0 for this model"
+            )
+        positions = position_ids[0, : q.batch_size].to(lengths.dtype)
+        ends = torch.minimum(positions % layer.window + 1, lengths)  # 0 for rows of padding
         options = {**options, "window": None}
     new_k, new_v = q.with_values(k), q.with_values(v)
     append_paged(layer.k, layer.v, new_k, new_v, block_table, ends)
@@ -178,7 +186,7 @@ def _decode(
 
 
 # ---------------------------------------------------------------- names of transformers
-#: The names that `allow_name` has admitted.
+#: The names that `admit_name` has admitted.
 _NAMES: set[str] = set()
 
 
@@ -191,7 +199,7 @@ def admit_name(name: str) -> None:
 
     transformers decides by the name: it accepts names with "flash", for which it loads functions,
     and passes block tables to names with "flash" and then "2" or "3". It has no block tables for
-    windowed layers. So this function replaces five functions of transformers by functions that
+    windowed layers. So this function replaces some functions of transformers by functions that
     treat the admitted names differently, and all others as before.
     """
     first, last = TESTED_VERSIONS
@@ -207,6 +215,8 @@ def admit_name(name: str) -> None:
     if not _NAMES:
         _replace_loader()
         _replace_block_tables()
+        if VERSION >= WITH_UPDATE_BY_MODEL:
+            _replace_update()
     _NAMES.add(name)
 
 
@@ -243,14 +253,36 @@ def _replace_loader() -> None:
 
 def _replace_block_tables() -> None:
     """Let windowed layers have block tables, for an admitted name."""
-    if VERSION >= WITHOUT_PREFIX:
+    if VERSION >= WITH_ALLOCATORS:
         _replace_allocators()
     else:
         _replace_cache()
 
 
+def _replace_update() -> None:
+    """Give the cache to the attention function, which writes the new tokens itself: 5.24.
+
+    The method of transformers copies all keys and values of the requests.
+    """
+    update = PagedAttentionCache.update
+
+    def update_cache(
+        self: Any,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not _is_admitted(self.config._attn_implementation):
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    PagedAttentionCache.update = update_cache
+
+
 def _replace_allocators() -> None:
-    """Let the allocators of windowed layers fill block tables: 5.19 and later."""
+    """Let the allocators of windowed layers fill block tables: 5.18 and later."""
     from transformers.generation.continuous_batching import cache_allocators, initialization
 
     sliding: Any = cache_allocators.SlidingAttentionCacheAllocator
@@ -274,7 +306,7 @@ def _replace_allocators() -> None:
 
 
 def _replace_cache() -> None:
-    """Let the cache give block tables to windowed layers: 5.17 and 5.18."""
+    """Let the cache give block tables to windowed layers: 5.17."""
     from transformers.generation.continuous_batching import cache_manager
 
     construct_cache = PagedAttentionCache.__init__

@@ -132,7 +132,7 @@ def register_continuous_batching(name: str = "scree_flash2") -> None:
     ValueError
         If transformers would not accept the name.
     RuntimeError
-        If scree was not tested with the installed version of transformers: 5.17 to 5.23 are
+        If scree was not tested with the installed version of transformers: 5.17 to 5.24 are
         accepted.
 
     Notes

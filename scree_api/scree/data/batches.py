@@ -417,7 +417,7 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
 def read_lengths(x: Any) -> np.ndarray:
     """Return row lengths on the host, from a ragged array, an array or a list."""
     if isinstance(x, Array):
-        return np.diff(x.layout.read_offsets()).astype(np.int64)
+        return np.diff(check_ragged("lengths", x).layout.read_offsets()).astype(np.int64)
     lengths = read_integers("lengths", x)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0):
         raise ValueError(

@@ -305,13 +305,18 @@ class _Division:
         size = self.window_size * self.num_ranks
         batches = self.batches[index * size : (index + 1) * size]
         ranks = self._assign(batches)
+        totals = np.asarray([self._cost_of_rank(rank) for rank in ranks])
         for _ in range(MAX_EXCHANGES * self.num_ranks):
-            if not self._exchange_rows(ranks):
+            slow, fast = int(totals.argmax()), int(totals.argmin())
+            if totals[slow] <= TOLERANCE * totals.mean():
                 break
+            if not self._exchange_rows(ranks[slow], ranks[fast]):
+                break
+            totals[slow], totals[fast] = map(self._cost_of_rank, (ranks[slow], ranks[fast]))
         for rank in ranks:  # the heaviest batches of all ranks run at the same time
             rank.sort(key=lambda batch: -self._costs(batch).sum())
         # Each rank is the slowest in one of `num_ranks` windows.
-        ranks.sort(key=lambda rank: -sum(self._costs(batch).sum() for batch in rank))
+        ranks.sort(key=lambda rank: -self._cost_of_rank(rank))
         shift = index % self.num_ranks
         return ranks[shift:] + ranks[:shift]
 
@@ -346,6 +351,9 @@ class _Division:
         lengths, (a, b) = self.lengths[rows].astype(np.float64), self.cost
         return np.asarray(a * lengths + b * lengths**2)
 
+    def _cost_of_rank(self, batches: list[np.ndarray]) -> float:
+        return float(self._costs(np.concatenate(batches)).sum())
+
     def _split_largest(self) -> None:
         """Divide the largest batch of the last window and append one half.
 
@@ -354,9 +362,10 @@ class _Division:
         """
         batches, size = self.batches, self.window_size * self.num_ranks
         last_window = len(batches) // size * size
+        candidates = [i for i in range(last_window, len(batches)) if batches[i].size > 1]
+        candidates = candidates or [i for i, batch in enumerate(batches) if batch.size > 1]
         i = max(
-            range(len(batches)),
-            key=lambda i: (batches[i].size > 1, i >= last_window, self.lengths[batches[i]].sum()),
+            candidates or range(len(batches)), key=lambda i: int(self.lengths[batches[i]].sum())
         )
         batch = batches[i]
         if batch.size > 1:
@@ -381,17 +390,13 @@ class _Division:
                 totals[rank] += costs[i]
         return ranks
 
-    def _exchange_rows(self, ranks: list[list[np.ndarray]]) -> bool:
+    def _exchange_rows(self, slow: list[np.ndarray], fast: list[np.ndarray]) -> bool:
         """Exchange a row of the slowest rank for some rows of the fastest; return if this helped.
 
         The rows of the fastest rank are neighbours in one batch and have nearly as many tokens as
         the row, so both batches stay within the budget. With b > 0 they cost less than the row.
         """
-        totals = np.asarray([sum(self._costs(batch).sum() for batch in rank) for rank in ranks])
-        slow, fast = ranks[int(totals.argmax())], ranks[int(totals.argmin())]
-        if totals.max() <= TOLERANCE * totals.mean():
-            return False
-        gap = totals.max() - totals.min()
+        gap = self._cost_of_rank(slow) - self._cost_of_rank(fast)
         slow_sizes, fast_sizes = ([batch.size for batch in rank] for rank in (slow, fast))
         slow_room, fast_room = (
             np.asarray([self.budget - self.lengths[batch].sum() for batch in rank])

@@ -38,22 +38,23 @@ def lookup(
     layout: Layout | None = None
     second: Layout | None = None
     axes: list[Any] = []  # per array: the layout it is on, and its ragged axis
+    # Every operation of a model runs this, so the common cases come first.
     for x in arrays.values():
-        cls = type(x)
-        if cls is Array:
+        if x is None:
+            axes.append(None)
+        elif (cls := type(x)) is Array:
             x_layout = x.layout
-            if layout is None:
-                layout = x_layout
+            values.append(x.values)
             if x_layout is layout:
+                axes.append(x.ragged_dim)
+            elif layout is None:
+                layout = x_layout
                 axes.append(x.ragged_dim)
             elif second is None or x_layout is second:
                 second = x_layout
                 axes.append(~x.ragged_dim)  # negative: on the second layout
             else:
                 return None, values
-            values.append(x.values)
-        elif x is None:
-            axes.append(None)
         elif layout is not None:
             axes.append("dense")
             values.append(x)
@@ -61,16 +62,19 @@ def lookup(
             layout = x
         else:
             return None, values
-    if layout is None or layout.backend.make_guard is None or layout.backend.intercepts_calls():
+    if layout is None:
         return None, values
+    lib = layout.backend
+    if lib.make_guard is None or lib.intercepts_calls():
+        return None, values
+    cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
     settings = (*options.values(),)
     types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
     if tuple in types:
         for x in settings:
             if type(x) is tuple:
                 types += (*map(type, x),)
-    cache = layout.eager_cache() if second is None else layout.pair_cache(second)
-    key = (operation, kernel, settings, types, *axes)
+    key = operation, kernel, settings, types, (*axes,)
     try:
         entries: list[Entry] | None = cache.get(key)
     except TypeError:  # an unhashable option, which the validation will name

@@ -116,26 +116,28 @@ class Operation:
         kernel
             The provider that must run the call; by default the first kernel that accepts.
         """
+        kernels = self.kernels
+        entries: list[call_cache.Entry] | None = None
+        values: list[Any] = []
+        for candidate in () if OBSERVERS else kernels:
+            if candidate.prepare is not None:
+                entries, values = call_cache.lookup(self.name, arrays, options, kernel)
+                break
+        if entries:
+            for entry in entries:
+                if entry.kernels is kernels and entry.guard(*values):
+                    try:
+                        return entry.run(**arrays)
+                    # Validation below selects a kernel again, and says why.
+                    except KernelUnavailableError:
+                        break
+        # No call on shards is in the cache.
         operand = next(iter(arrays.values()), None)
         if type(operand) is Array and (cut := operand.layout.cut) is not None:
             return cut.run(self, arrays, options, kernel)
-        kernels = self.kernels
-        for first in kernels:
-            if first.prepare is not None:
-                break
-        else:
-            return self.run_call(self.record(**arrays, **options), kernel)
-        if OBSERVERS:
-            return self.run_call(self.record(**arrays, **options), kernel)
-        entries, values = call_cache.lookup(self.name, arrays, options, kernel)
-        for entry in entries or ():
-            if entry.kernels is kernels and entry.guard(*values):
-                try:
-                    return entry.run(**arrays)
-                # Validation below selects a kernel again, and says why.
-                except KernelUnavailableError:
-                    break
         call = self.record(**arrays, **options)
+        if OBSERVERS:
+            return self.run_call(call, kernel)
         chosen, rejected = self.select(call, kernel)
         if (
             entries is not None

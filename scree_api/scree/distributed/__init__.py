@@ -1,4 +1,4 @@
-"""Context parallelism: rows of a ragged batch cut over the ranks of torch.distributed."""
+"""Context parallelism: rows of a ragged batch cut over ranks of PyTorch, or devices of JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..checks import check_number
 __all__ = ["shard", "unshard"]
 
 
-def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Array:
+def shard(
+    arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1), exchange: str | None = None
+) -> Array:
     """Return this rank's tokens of a batch that all ranks hold.
 
     Row i of the result is this rank's part of row i, which may be empty. The longest rows are cut
@@ -32,30 +34,43 @@ def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Ar
     Parameters
     ----------
     arr
-        Ragged array on PyTorch, equal on all ranks. A tail is dropped.
+        Ragged array on PyTorch, equal on all ranks; or on JAX, with the ragged axis after the
+        batch. A tail is dropped.
     mesh
         `torch.distributed.device_mesh.DeviceMesh` of one dimension, such as ``mesh["cp"]``, or a
-        process group.
+        process group. For JAX a `jax.sharding.Mesh` of one axis.
     cost
         Two numbers (a, b). A row of L tokens costs ``a * L + b * L**2``; see
         `scree.data.fit_cost`. ``(6 * width, 1)`` is near to a transformer with causal attention.
+    exchange
+        What `attention` sends. ``"keys"``: the keys and values that chunks on other ranks need.
+        ``"heads"``, if the number of ranks divides the number of key heads: each rank computes
+        whole rows for a part of the heads (Ulysses; Jacobs et al., 2023). By default the form that
+        sends less, by the numbers of heads, the lengths and the window.
 
     Returns
     -------
     Array
-        (n, None, ...) shard, like `arr`.
+        (n, None, ...) shard, like `arr`. On JAX the shards of all devices, for `jax.shard_map` with
+        a specification of the axis of the mesh.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array of PyTorch, is a shard, or `mesh` is no mesh.
+        If `arr` is no ragged array of PyTorch or JAX, is a shard, or `mesh` is no mesh.
     ValueError
-        If the mesh has several dimensions, or a cost is negative.
+        If the mesh has several dimensions, a cost is negative, or `exchange` is another string.
 
     Notes
     -----
     The offsets are read once per layout. Second derivatives of `attention` and of reductions of
-    shards are not supported. Under `torch.compile` the communication breaks the graph.
+    shards are not supported. Under `torch.compile` the graph breaks at `attention`; call `shard`
+    outside of compiled functions.
+
+    On JAX all devices have as many tokens, the last of which may belong to no row. Shapes depend on
+    the lengths alone, so that `jax.jit` compiles once per layout. Operations take shards inside of
+    `jax.shard_map` only. `attention` gathers the keys of all devices, without `alibi_slopes` and
+    with windows that end at the query.
 
     Examples
     --------
@@ -70,25 +85,57 @@ def shard(arr: Array, mesh: Any, *, cost: tuple[float, float] = (4096, 1)) -> Ar
     >>> dist.destroy_process_group()
     """
     layout = check_ragged("arr", arr).layout
-    if layout.backend.name != "torch":
+    if layout.backend.name not in ("jax", "torch"):
         raise TypeError(
-            f"arr: expected a ragged array of torch, got one of {layout.backend.name}; use arr.to_backend"
+            f"arr: expected a ragged array of torch or jax, got one of {layout.backend.name}; use arr.to_backend"
         )
-    from .cut import Cut
     from .pieces import cut_rows
+
+    if exchange not in (None, "keys", "heads"):
+        raise ValueError(f"exchange: expected 'keys', 'heads' or None, got {exchange!r}")
+    a, b = (check_number(f"cost[{i}]", x, low=0) for i, x in enumerate(cost))
+    if layout.backend.name == "jax":
+        return _shard_of_jax(arr, mesh, (a, b), exchange)
+    from .cut import Cut
     from .torch import Group
 
-    a, b = (check_number(f"cost[{i}]", x, low=0) for i, x in enumerate(cost))
     group = Group(mesh)
 
     def make() -> tuple[Any, Any]:
         lengths = np.diff(layout.read_offsets()).astype(np.int64)
-        cut = Cut(layout, group, cut_rows(lengths, group.size, (a, b)))
+        cut = Cut(layout, group, cut_rows(lengths, group.size, (a, b)), exchange)
         return cut.make_layout(), layout.to_index(cut.whole_index(group.rank))
 
-    shard_layout, index = layout.cached(("shard", group.group, a, b), make)
+    shard_layout, index = layout.cached(("shard", group.group, a, b, exchange), make)
     values = layout.xp.take(arr.values, index, axis=arr.ragged_dim)
     return Array.from_layout(values, shard_layout, arr.ragged_dim)
+
+
+def _shard_of_jax(arr: Array, mesh: Any, cost: tuple[float, float], exchange: str | None) -> Array:
+    """Return the shards of all devices of a mesh."""
+    from jax.sharding import Mesh
+
+    from .jax import Group, ShardCut, shard_values
+    from .pieces import cut_rows
+
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh: expected a jax.sharding.Mesh of one axis for arrays of jax, got {type(mesh).__name__}"
+        )
+    if exchange == "heads":
+        raise ValueError("exchange: expected 'keys' or None for arrays of jax, got 'heads'")
+    layout = arr.layout
+
+    def make() -> Any:
+        lengths = np.diff(layout.read_offsets()).astype(np.int64)
+        return ShardCut(layout, Group(mesh), cut_rows(lengths, mesh.size, cost)).make_layout()
+
+    shard_layout = layout.cached(("shard", mesh, *cost), make)
+    if arr.ragged_dim:
+        raise ValueError(
+            f"arr: expected the ragged axis after the batch for arrays of jax, got ragged_dim {arr.ragged_dim}"
+        )
+    return Array.from_layout(shard_values(arr.values, shard_layout.cut), shard_layout)
 
 
 def unshard(arr: Array) -> Array:
@@ -97,7 +144,8 @@ def unshard(arr: Array) -> Array:
     Parameters
     ----------
     arr
-        Shard, of `shard` or of operations on shards. All ranks must call the function.
+        Shard, of `shard` or of operations on shards. All ranks must call the function; on JAX it
+        works inside and outside of `jax.shard_map`.
 
     Returns
     -------
@@ -122,6 +170,8 @@ def unshard(arr: Array) -> Array:
     cut: Any = check_ragged("arr", arr, shards=True).layout.cut
     if cut is None:
         raise TypeError("arr: expected a shard, got an array of whole rows; see shard")
+    if arr.layout.backend.name == "jax":
+        return Array.from_layout(cut.unshard(arr.values), cut.whole)
     xp, plain = arr.layout.xp, arr.layout
     longest, index = plain.cached("unshard", cut.gathered_index)
     values = moveaxis(xp, arr.values, arr.ragged_dim, 0)

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..array import Array
-from ..broadcasting import accumulation_dtype
+from ..broadcasting import accumulation_dtype, moveaxis
 from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
+from ..ops.merge_attention import merge_attention
 from ..ops.segment import append_axes, safe_divide
-from .pieces import KeyGroup, KeyPlan, Pieces, plan_keys
-from .torch import Group
+from ..ops.softmax import logsumexp
+from .pieces import KeyGroup, KeyPlan, Pieces, RemotePlan, plan_keys, plan_remote_keys
+
+if TYPE_CHECKING:
+    from .torch import Group
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
+#: Operations that are tokenwise along an element axis, and combine the ranks along the rows.
+SOFTMAX = {"log_softmax", "logsumexp", "softmax"}
 #: Kinds of functions of the standard in which tokens do not depend on each other.
 TOKENWISE_KINDS = set(
     """
@@ -62,10 +68,12 @@ class Cut(RowCut):
         The pieces of all ranks.
     own
         The pieces of this rank.
+    exchange
+        "keys", "heads" or None; see `shard`.
     """
 
-    def __init__(self, whole: Layout, group: Group, pieces: Pieces) -> None:
-        self.group, self.pieces = group, pieces
+    def __init__(self, whole: Layout, group: Group, pieces: Pieces, exchange: str | None) -> None:
+        self.group, self.pieces, self.exchange = group, pieces, exchange
         lib, like = whole.backend, whole.offsets
         self._lengths = np.diff(whole.read_offsets()).astype(np.int64)
         self.whole = Layout.from_host_lengths(lib, self._lengths, like=like)
@@ -74,6 +82,9 @@ class Cut(RowCut):
         np.add.at(row_lengths, self.own.rows, self.own.lengths)
         self.plain = Layout.from_host_lengths(lib, row_lengths, like=like)
         self.piece_layout = Layout.from_host_lengths(lib, self.own.lengths, like=like)
+        # (pieces,) position of the first token of each piece of this rank, and its row.
+        self._starts = self.plain.to_index(self.own.starts)
+        self._rows = self.plain.to_index(self.own.rows)
         self.is_cut = bool((pieces.lengths != self._lengths[pieces.rows]).any())
 
     def __eq__(self, other: object) -> bool:
@@ -82,6 +93,7 @@ class Cut(RowCut):
             return self is other
         return (
             self.group.group is other.group.group
+            and self.exchange == other.exchange
             and np.array_equal(self._lengths, other._lengths)
             and np.array_equal(self.pieces.stops, other.pieces.stops)
             and np.array_equal(self.pieces.ranks, other.pieces.ranks)
@@ -127,15 +139,13 @@ class Cut(RowCut):
             "global positions", lambda: layout.positions + layout.per_token(self._starts)
         )
 
-    @property
-    def _starts(self) -> Any:
-        """(pieces,) position of the first token of each piece."""
-        return self.plain.cached("piece starts", lambda: self.plain.to_index(self.own.starts))
-
-    @property
-    def _rows(self) -> Any:
-        """(pieces,) row of each piece."""
-        return self.plain.cached("piece rows", lambda: self.plain.to_index(self.own.rows))
+    def received_tokens(self, left: int | None, right: int | None) -> int:
+        """Return how many keys this rank receives for `attention` under a window."""
+        if not self.is_cut:
+            return 0
+        remote = self._remote_plan(left, right)
+        plan = self._key_plan(left, right)[0] if remote is None else remote[0]
+        return sum(plan.received)
 
     # Calls ------------------------------------------------------------------------------------------
     def run(
@@ -143,12 +153,15 @@ class Cut(RowCut):
     ) -> Any:
         """Run an operation whose first array is a shard; see `RowCut`."""
         name, first = operation.name, next(iter(arrays.values()))
-        run = RUN.get(name)
-        if run is not None:
-            return run(self, operation, arrays, options, kernel)
-        is_softmax = name in ("softmax", "log_softmax", "logsumexp")
-        if name not in TOKENWISE and not (
-            is_softmax and self._is_element_axis(first, options["axis"])
+        if name in RUN:
+            return getattr(self, RUN[name])(operation, arrays, options, kernel)
+        if name in SOFTMAX:
+            axis = options["axis"]
+            if axis is None or (type(axis) is int and axis % first.ndim == first.ragged_dim + 1):
+                return self._softmax_of_rows(name, first)
+        # An index into a dense array, such as an embedding.
+        elif name not in TOKENWISE and not (
+            name == "gather" and not isinstance(arrays["x"], Array)
         ):
             check_whole(name, first.layout)
         plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
@@ -238,10 +251,16 @@ class Cut(RowCut):
         xp, targets = layout.xp, plain["targets"].values
         is_pair = isinstance(result, tuple)
         losses = result if is_pair else (result,)
-        counted = xp.sum(xp.astype(targets != options["ignore_index"], losses[0].dtype))
+        is_counted = targets != options["ignore_index"]
+        mask = self.plain.token_mask
+        is_counted = is_counted if mask is None else is_counted & mask
+        counted = xp.sum(xp.astype(is_counted, losses[0].dtype))
         count = self.group.all_sum(counted)
         means = [safe_divide(xp, x, count) for x in losses]
         return tuple(means) if is_pair else means[0]
+
+    def _attention_outside_of_graphs(self, *arguments: Any) -> Any:
+        return self.group.outside_of_graphs(self._attention, *arguments)
 
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
@@ -253,10 +272,15 @@ class Cut(RowCut):
         call = AttentionCall(**plain, **options)
         if not self.is_cut:
             return self._restore("attention", layout, operation.run(plain, options, kernel))
+        if self._exchanges_heads(call):
+            return self._attention_of_heads(operation, call, layout, options, kernel)
+        remote = None if call.alibi_slopes is not None else self._remote_plan(*call.window)
+        if remote is not None:
+            return self._attention_to_parts(operation, call, layout, options, kernel, remote)
         slopes = call.alibi_slopes
         if slopes is not None and not call.causal:
             raise ValueError(
-                "alibi_slopes: expected causal=True for shards, got causal=False; unshard q, k and v"
+                "alibi_slopes: expected causal=True for shards, got causal=False; use shard(..., exchange='heads')"
             )
         if slopes is not None and len(slopes.shape) == 2:
             slopes = xp.take(slopes, self._rows, axis=0)
@@ -288,6 +312,108 @@ class Cut(RowCut):
         shards = [Array.from_layout(x, layout) for x in outputs]
         return tuple(shards) if call.return_lse else shards[0]
 
+    def _attention_to_parts(
+        self,
+        operation: Any,
+        call: AttentionCall,
+        layout: Layout,
+        options: dict[str, Any],
+        kernel: str | None,
+        remote: tuple[RemotePlan, Layout, Layout],
+    ) -> Any:
+        """Compute attention to the keys of this rank while the keys of other ranks arrive."""
+        plan, queries, keys = remote
+        own = self.plain if plan.has_rows else self.piece_layout
+        parts = _Parts(operation, options, kernel, own, queries, keys, plan.window)
+        out, lse = self.group.attend_to_parts(
+            call.q.values, call.k.values, call.v.values, plan, parts
+        )
+        out, lse = Array.from_layout(out, layout), Array.from_layout(lse, layout)
+        return (out, lse) if call.return_lse else out
+
+    def _remote_plan(
+        self, left: int | None, right: int | None
+    ) -> tuple[RemotePlan, Layout, Layout] | None:
+        """Return the plan, and the layouts of the queries and of the keys of other ranks."""
+
+        def make() -> tuple[RemotePlan, Layout, Layout] | None:
+            plan = plan_remote_keys(
+                self.pieces, self._lengths, self.group.rank, self.group.size, (left, right)
+            )
+            if plan is None:
+                return None
+            lib, like = self.plain.backend, self.plain.offsets
+            queries, keys = (
+                Layout.from_host_lengths(lib, x, like=like)
+                for x in (plan.query_lengths, plan.key_lengths)
+            )
+            return plan, queries, keys
+
+        return self.plain.cached(("remote keys", left, right), make)
+
+    def _exchanges_heads(self, call: AttentionCall) -> bool:
+        """Return whether all ranks exchange heads for tokens, instead of sending keys."""
+        size, heads, kv_heads = self.group.size, call.num_heads, call.num_kv_heads
+        fits = kv_heads % size == 0
+        if self.exchange == "heads" and not fits:
+            raise ValueError(
+                f"exchange: expected the number of ranks, {size}, to divide the number of key heads for 'heads', "
+                f"got {kv_heads}; use exchange='keys'"
+            )
+        if self.exchange is not None or not fits:
+            return self.exchange == "heads"
+        # Tokens that a rank receives, at most: all of the cut rows, or the windows of two chunks.
+        left, right = call.window
+        is_cut = np.ones(self._lengths.size, bool)
+        is_cut[self.pieces.rows[self.pieces.lengths == self._lengths[self.pieces.rows]]] = False
+        tokens = self._lengths[is_cut] * (size - 1) / size
+        if left is not None and right is not None:
+            tokens = np.minimum(tokens, 2 * (left + right))
+        dim, value_dim = call.head_dim, int(call.v.values.shape[2])
+        sent_as_heads = self._lengths.sum() / size * (size - 1) / size * (heads + kv_heads)
+        return bool(sent_as_heads * (dim + value_dim) < tokens.sum() * kv_heads * (dim + value_dim))
+
+    def _attention_of_heads(
+        self,
+        operation: Any,
+        call: AttentionCall,
+        layout: Layout,
+        options: dict[str, Any],
+        kernel: str | None,
+    ) -> Any:
+        """Compute attention of whole rows for a part of the heads (Ulysses)."""
+        xp, group, whole = layout.xp, self.group, self.whole
+        counts, order, inverse = self._token_order()
+        q, k, v = (
+            Array.from_layout(
+                xp.take(group.tokens_of_all_ranks(x.values, counts), order, axis=0), whole
+            )
+            for x in (call.q, call.k, call.v)
+        )
+        slopes = call.alibi_slopes
+        if slopes is not None:
+            heads = call.num_heads // group.size
+            slopes = slopes[..., group.rank * heads : (group.rank + 1) * heads]
+        result = operation.run({"q": q, "k": k, "v": v, "alibi_slopes": slopes}, options, kernel)
+        shards = [
+            Array.from_layout(
+                group.heads_of_all_ranks(xp.take(x.values, inverse, axis=0), counts), layout
+            )
+            for x in (result if call.return_lse else [result])
+        ]
+        return tuple(shards) if call.return_lse else shards[0]
+
+    def _token_order(self) -> tuple[list[int], Any, Any]:
+        """Return the tokens per rank, and where tokens of whole rows are by rank, and back."""
+
+        def make() -> tuple[list[int], Any, Any]:
+            indices = [self.whole_index(rank) for rank in range(self.group.size)]
+            inverse = np.concatenate(indices)
+            order = self.whole.to_index(np.argsort(inverse))
+            return [index.size for index in indices], order, self.whole.to_index(inverse)
+
+        return self.plain.cached("token order", make)
+
     def _key_plan(self, left: int | None, right: int | None) -> tuple[KeyPlan, list[QueryGroup]]:
         def make() -> tuple[KeyPlan, list[QueryGroup]]:
             plan = plan_keys(
@@ -313,6 +439,25 @@ class Cut(RowCut):
             None if right is None else right - group.shift,
         )
         return QueryGroup(queries, keys, order, group.shift, window)
+
+    def _softmax_of_rows(self, name: str, x: Array) -> Any:
+        """Compute the log-sum-exp of whole rows, and the softmax from it."""
+        xp, plain = x.layout.xp, self.on(self.plain, x)
+        wide = accumulation_dtype(xp, x.dtype)
+        plain = plain.with_values(xp.astype(plain.values, wide, copy=False))
+        parts = self.group.all_gather(logsumexp(plain))
+        largest = xp.max(self.group.without_gradient(parts), axis=0)
+        largest = xp.where(largest == -math.inf, 0.0, largest)
+        total = xp.sum(xp.exp(parts - largest), axis=0)
+        is_empty = total == 0
+        log_sum = largest + xp.log(xp.where(is_empty, 1.0, total))
+        log_sum = xp.where(is_empty, -math.inf, log_sum)
+        if name == "logsumexp":
+            return xp.astype(log_sum, x.dtype, copy=False)
+        rows = moveaxis(xp, self.plain.per_token(log_sum), 0, x.ragged_dim)
+        values = plain.values - rows
+        values = values if name == "log_softmax" else xp.exp(values)
+        return x.with_values(xp.astype(values, x.dtype, copy=False))
 
     def _reduce_rows(
         self, name: str, x: Array, *, axis: Any = None, keepdims: bool = False, **options: Any
@@ -344,6 +489,49 @@ class Cut(RowCut):
             count = xp.astype(self.whole.lengths, merged.dtype) * per_token
             merged = merged / append_axes(xp, count, merged.ndim)
         return merged if dtype is None else xp.astype(merged, dtype, copy=False)
+
+
+class _Parts(NamedTuple):
+    """Attention to the keys of this rank, and to the keys of other ranks; see `torch.Parts`."""
+
+    operation: Any
+    options: dict[str, Any]
+    kernel: str | None
+    own: Layout
+    queries: Layout
+    keys: Layout
+    window: tuple[int | None, int | None]
+
+    def _call(self, q: Any, k: Any, v: Any, is_own: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arrays and the options of one part."""
+        layouts = (self.own, self.own) if is_own else (self.queries, self.keys)
+        arrays = {
+            "q": Array.from_layout(q, layouts[0]),
+            "k": Array.from_layout(k, layouts[1]),
+            "v": Array.from_layout(v, layouts[1]),
+            "alibi_slopes": None,
+        }
+        options = {**self.options, "return_lse": True}
+        return arrays, options if is_own else {**options, "causal": False, "window": self.window}
+
+    def attend(self, q: Any, k: Any, v: Any, is_own: bool) -> tuple[Any, Any]:
+        """Return the output and the log-sum-exp of a part."""
+        arrays, options = self._call(q, k, v, is_own)
+        out, lse = self.operation.run(arrays, options, self.kernel)
+        return out.values, lse.values
+
+    def merge(self, outputs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
+        """Return the output and the log-sum-exp of both parts."""
+        return merge_attention(outputs, lses)
+
+    def gradients(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_own: bool
+    ) -> tuple[Any, Any, Any]:
+        """Return the gradients of q, k and v of a part."""
+        from ..providers.torch_attention_gradient import attention_gradient
+
+        arrays, options = self._call(q, k, v, is_own)
+        return attention_gradient(AttentionCall(**arrays, **options), out, lse, dout, dlse)
 
 
 class QueryGroup(NamedTuple):
@@ -379,10 +567,10 @@ def _check_element_key(x: Array, key: Any) -> None:
     check_whole("index of rows or tokens", x.layout)
 
 
-#: Operations on shards that are no tokenwise operations.
-RUN: dict[str, Callable[..., Any]] = {
-    "attention": Cut._attention,
-    "cross_entropy": Cut._loss,
-    "linear_cross_entropy": Cut._loss,
-    "rope": Cut._rope,
+#: Methods for the operations on shards that are no tokenwise operations.
+RUN = {
+    "attention": "_attention_outside_of_graphs",
+    "cross_entropy": "_loss",
+    "linear_cross_entropy": "_loss",
+    "rope": "_rope",
 }

@@ -12,6 +12,8 @@ WHOLE = -1
 
 #: Ranks may cost this much more than their mean before one more row is cut.
 TOLERANCE = 1.01
+#: Most exchanges of whole rows between two ranks, per rank.
+MAX_EXCHANGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +44,32 @@ class Pieces:
 def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
     """Divide rows over ranks, with equal sums of ``a * L + b * L**2``.
 
-    The k longest rows are cut, the others stay whole. k is the smallest number for which no rank
-    has more than its part in whole rows. Each cut row has two chunks per rank, in the order 0, 1,
-    ... r, r, ... 1, 0 of the ranks. The chunks of a rank are as long as each other, so that their
-    queries see half of the row on average with a causal mask too. A rank with less in whole rows
-    has longer chunks.
+    Rows stay whole if that costs no rank more than `TOLERANCE`. Else one row is cut if that is
+    enough, the shortest possible, and otherwise the k longest rows; k is the smallest number for
+    which no rank has more than its part in whole rows. Each cut row has two chunks per rank, in the
+    order 0, 1, ... r, r, ... 1, 0 of the ranks. The chunks of a rank are as long as each other, so
+    that their queries see half of the row on average with a causal mask too. A rank with less in
+    whole rows has longer chunks.
     """
     costs = cost[0] * lengths + cost[1] * lengths.astype(np.float64) ** 2
     order = np.argsort(-costs, kind="stable")[: np.count_nonzero(lengths)]
     mean = costs.sum() / num_ranks
-    num_cut = int(np.count_nonzero(costs > TOLERANCE * mean)) if num_ranks > 1 else 0
-    step = 1
+    limit = TOLERANCE * mean
+    num_cut = int(np.count_nonzero(costs > limit)) if num_ranks > 1 else 0
+    step, cut = 1, order[:num_cut]
     while True:
         rank_of_row, loads = _assign_whole_rows(order[num_cut:], costs, num_ranks)
-        if num_ranks == 1 or num_cut >= order.size or loads.max() <= TOLERANCE * mean:
+        cut = order[:num_cut]
+        if num_ranks == 1 or num_cut >= order.size or loads.max() <= limit:
             break
+        if num_cut == 0:
+            row = _find_row_to_cut(order, costs, rank_of_row, loads, limit)
+            if row is not None:
+                loads[rank_of_row[row]] -= costs[row]
+                cut = np.asarray([row])
+                break
         num_cut, step = min(num_cut + step, order.size), 2 * step
-    cut, whole = np.sort(order[:num_cut]), np.sort(order[num_cut:])
+    cut, whole = np.sort(cut), np.sort(order[~np.isin(order, cut)])
     shares = np.maximum(mean - loads, 0) if cut.size else np.ones(num_ranks)
     halves = shares / shares.sum() / 2
     ends = np.cumsum(np.append(halves, halves[::-1]))
@@ -88,10 +99,26 @@ def _join_neighbours(pieces: Pieces) -> Pieces:
     )
 
 
+def _find_row_to_cut(
+    rows: np.ndarray, costs: np.ndarray, rank_of_row: np.ndarray, loads: np.ndarray, limit: float
+) -> int | None:
+    """Return the cheapest row without which no rank costs more than the limit."""
+    heaviest = int(np.argmax(loads))
+    excess = loads[heaviest] - limit
+    candidates = rows[(rank_of_row[rows] == heaviest) & (costs[rows] >= excess)]
+    if candidates.size == 0 or np.count_nonzero(loads > limit) > 1:
+        return None
+    return int(candidates[np.argmin(costs[candidates])])
+
+
 def _assign_whole_rows(
     rows: np.ndarray, costs: np.ndarray, num_ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give each row, by falling cost, to the rank with the lowest cost; return the costs too."""
+    """Give each row to a rank; return the ranks of the rows, and the costs of the ranks.
+
+    Each row, by falling cost, goes to the rank with the lowest cost. Then rows are exchanged between
+    the rank with the highest cost and the others, as long as that lowers the highest cost.
+    """
     rank_of_row = np.zeros(costs.size, np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for row in rows.tolist():
@@ -101,6 +128,34 @@ def _assign_whole_rows(
     loads = np.zeros(num_ranks)
     for load, rank in heap:
         loads[rank] = load
+    for _ in range(MAX_EXCHANGES * num_ranks if rows.size else 0):
+        heaviest = int(np.argmax(loads))
+        given = rows[rank_of_row[rows] == heaviest]
+        best = loads[heaviest] * (1 - 1e-9), -1, -1, -1
+        for other in np.argsort(loads, kind="stable").tolist():
+            if other == heaviest:
+                continue
+            # Rows of falling cost, and no row, in exchange for each row of the heaviest rank.
+            taken = np.append(rows[rank_of_row[rows] == other], -1)
+            values = np.append(costs[taken[:-1]], 0.0)
+            ideal = costs[given] - (loads[heaviest] - loads[other]) / 2
+            index = np.searchsorted(-values, -ideal)
+            for candidate in (index - 1, index):
+                candidate = np.clip(candidate, 0, values.size - 1)
+                moved = costs[given] - values[candidate]
+                highest = np.maximum(loads[heaviest] - moved, loads[other] + moved)
+                i = int(np.argmin(highest))
+                if highest[i] < best[0]:
+                    best = float(highest[i]), int(given[i]), int(taken[candidate[i]]), other
+        _, row, back, other = best
+        if row < 0:
+            break
+        moved = costs[row] - (costs[back] if back >= 0 else 0.0)
+        rank_of_row[row] = other
+        if back >= 0:
+            rank_of_row[back] = heaviest
+        loads[heaviest] -= moved
+        loads[other] += moved
     return rank_of_row, loads
 
 
@@ -232,6 +287,130 @@ def plan_keys(
         _append_run(cut, (rank, int(local_starts[piece]), int(pieces.lengths[piece])))
     cut_runs = [(start, length) for _, start, length in cut]
     return KeyPlan(cut_runs, sent, received, keys, groups or [KeyGroup(0, mine, mine)])
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlan:
+    """The keys of other ranks that the queries of a rank see, apart from its own keys.
+
+    Attributes
+    ----------
+    has_rows
+        Whether attention to the rank's own keys takes the rank's part of each row as a row; else
+        it takes each piece as a row.
+    queries
+        Runs (start, length) of the tokens of this rank that see keys of other ranks.
+    query_lengths, key_lengths
+        (pieces,) number of these queries, and of the keys of other ranks, of each piece.
+    keys
+        Runs (rank, start, length) of received tokens which, joined, are the keys of all pieces.
+    sent
+        Per rank the runs (start, length) of the tokens of this rank that it needs.
+    received
+        Per rank the number of tokens that this rank receives from it.
+    window
+        The window of the queries and the keys of other ranks.
+    """
+
+    has_rows: bool
+    queries: list[tuple[int, int]]
+    query_lengths: np.ndarray
+    key_lengths: np.ndarray
+    keys: list[tuple[int, int, int]]
+    sent: list[list[tuple[int, int]]]
+    received: list[int]
+    window: tuple[int | None, int | None]
+
+
+def plan_remote_keys(
+    pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
+) -> RemotePlan | None:
+    """Return the keys of other ranks that the queries of a rank need under a window (left, right).
+
+    None unless the keys of other ranks have a simple mask. Under a causal mask a query sees all
+    keys of earlier pieces, without a mask it sees all keys. Under a causal window each piece must be
+    as long as the window, so that its first queries see the end of the piece before it.
+    """
+    left, right = window
+    is_cut = pieces.lengths != lengths[pieces.rows]
+    has_window = left is not None
+    if right not in (0, None) or (has_window and right is None):
+        return None
+    if left is not None and (pieces.lengths[is_cut] < left).any():
+        return None
+    cut = np.flatnonzero(is_cut).tolist()
+    pieces_of_row: dict[int, list[int]] = {}
+    for p in cut:
+        pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
+
+    def needed(query: int) -> list[tuple[int, int, int]]:
+        """Return (piece, from, to) of the keys of other ranks that a piece needs."""
+        start = int(pieces.starts[query])
+        result = []
+        for p in pieces_of_row[int(pieces.rows[query])]:
+            low, high = int(pieces.starts[p]), int(pieces.stops[p])
+            if pieces.ranks[p] == pieces.ranks[query]:
+                continue
+            if right == 0:
+                high = min(high, start)
+            if left is not None:
+                low = max(low, start - left)
+            if low < high:
+                result.append((p, low, high))
+        return result
+
+    def exchanged(destination: int, source: int) -> list[tuple[int, int, int]]:
+        """Return (piece, from, to) of what a rank sends to another, each token once."""
+        ranges: dict[int, tuple[int, int]] = {}
+        for query in cut:
+            if pieces.ranks[query] == destination:
+                for p, low, high in needed(query):
+                    if pieces.ranks[p] == source:
+                        before = ranges.get(p, (low, high))
+                        ranges[p] = min(low, before[0]), max(high, before[1])
+        return [(p, *ranges[p]) for p in sorted(ranges)]
+
+    own = np.flatnonzero(pieces.ranks == rank)
+    first = dict(
+        zip(own.tolist(), np.cumsum(pieces.lengths[own]) - pieces.lengths[own], strict=True)
+    )
+    sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    received = [0] * num_ranks
+    # Piece -> the position in its row of its first received token, and the index of this token.
+    available: dict[int, tuple[int, int]] = {}
+    for other in range(num_ranks):
+        if other == rank:
+            continue
+        for p, low, high in exchanged(other, rank):
+            sent[other].append((int(first[p]) + low - int(pieces.starts[p]), high - low))
+        for p, low, high in exchanged(rank, other):
+            available[p] = low, received[other]
+            received[other] += high - low
+    queries: list[tuple[int, int, int]] = []
+    keys: list[tuple[int, int, int]] = []
+    query_lengths, key_lengths = [], []
+    for query in own[is_cut[own]].tolist():
+        ranges = needed(query)
+        if not ranges:
+            continue
+        length = int(pieces.lengths[query])
+        length = length if left is None else min(length, left)
+        query_lengths.append(length)
+        key_lengths.append(sum(high - low for _, low, high in ranges))
+        _append_run(queries, (rank, int(first[query]), length))
+        for p, low, high in ranges:
+            position, index = available[p]
+            _append_run(keys, (int(pieces.ranks[p]), index + low - position, high - low))
+    return RemotePlan(
+        not has_window,
+        [(start, length) for _, start, length in queries],
+        np.asarray(query_lengths, np.int64),
+        np.asarray(key_lengths, np.int64),
+        keys,
+        sent,
+        received,
+        (0, None) if has_window else (None, None),
+    )
 
 
 def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .pieces import WHOLE, KeyPlan
+from .pieces import WHOLE, KeyPlan, RemotePlan
+
+#: Decorator of a function at which a compiler breaks the graph.
+not_compiled = torch.compiler.disable
 
 
 class Group:
@@ -39,24 +43,53 @@ class Group:
         self.group = mesh
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
 
-    @torch.compiler.disable
+    @not_compiled
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return (size, ...) the equally shaped tensors of all ranks."""
         return _AllGather.apply(x, self)
 
-    @torch.compiler.disable
+    @not_compiled
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, without gradient."""
         total = x.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
 
-    @torch.compiler.disable
     def exchange(
         self, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of all pieces of this rank, (keys, num_kv_heads, dim)."""
         return _Exchange.apply(k, v, plan, self)
+
+    @staticmethod
+    @not_compiled
+    def outside_of_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function at which a compiler breaks the graph."""
+        return function(*arguments)
+
+    def without_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a constant."""
+        return x.detach()
+
+    def attend_to_parts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RemotePlan, parts: Parts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and the log-sum-exp of attention to own keys and to received keys.
+
+        The exchange runs during attention to the own keys.
+        """
+        return _AttentionToParts.apply(q, k, v, plan, parts, self)
+
+    def tokens_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Exchange heads for tokens: (own tokens, heads, dim) to (tokens, heads / size, dim).
+
+        The tokens of all ranks are in the order of the ranks; `counts` has their numbers.
+        """
+        return _SwapHeads.apply(x, counts, self, True)
+
+    def heads_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Exchange tokens for heads, the inverse of `tokens_of_all_ranks`."""
+        return _SwapHeads.apply(x, counts, self, False)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -135,6 +168,173 @@ class _Exchange(torch.autograd.Function):
         return *outs, None, None
 
 
+class Parts(Protocol):
+    """Attention to the keys of this rank and to the keys that it receives."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_own: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and the log-sum-exp, (queries, heads, dim) and (queries, heads)."""
+
+    def merge(
+        self, outputs: list[torch.Tensor], lses: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and the log-sum-exp of both parts."""
+
+    def gradients(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_own: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k and v; `out` and `lse` are of both parts."""
+
+
+class _AttentionToParts(torch.autograd.Function):
+    """Attention whose exchange of keys, and of their gradients, overlaps with the own keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, plan: RemotePlan, parts: Parts, group: Group
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = k.shape, v.shape
+        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
+        received, work = _start_all_to_all(torch.cat(sent), plan, shapes, group)
+        out, lse = parts.attend(q, k, v, True)
+        work.wait()
+        keys, values = (
+            _select_runs(views, plan.keys, x)
+            for x, views in zip((k, v), _split(received, plan, shapes), strict=True)
+        )
+        if plan.queries:
+            part = parts.attend(_narrow(q, plan.queries), keys, values, False)
+            own = _narrow(out, plan.queries), _narrow(lse, plan.queries)
+            merged = parts.merge([own[0], part[0]], [own[1], part[1]])
+            if plan.queries == [(0, q.shape[0])]:
+                out, lse = merged
+            else:
+                lse = lse.contiguous()
+                for whole, x in zip((out, lse), merged, strict=True):
+                    _write_runs(whole, plan.queries, x)
+        ctx.save_for_backward(q, k, v, keys, values, out, lse)
+        ctx.plan, ctx.parts, ctx.group = plan, parts, group
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, keys, values, out, lse = ctx.saved_tensors
+        plan, parts, group, shapes = ctx.plan, ctx.parts, ctx.group, (k.shape, v.shape)
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq_part, grads = None, (keys, values)
+        if plan.queries:
+            queries = [
+                x if x is None else _narrow(x, plan.queries) for x in (q, out, lse, dout, dlse)
+            ]
+            dq_part, *grads = parts.gradients(queries[0], keys, values, *queries[1:], False)
+        flat = _sum_runs(grads, plan, shapes)
+        returned, work = _start_all_to_all(flat, plan, shapes, group, back=True)
+        dq, dk, dv = parts.gradients(q, k, v, out, lse, dout, dlse, True)
+        if dq_part is not None:
+            _add_runs(dq, plan.queries, dq_part)
+        work.wait()
+        totals = [dk, dv]
+        if group.size > 2:  # more than two numbers are added
+            totals = [x.to(_wide(x.dtype)) for x in totals]
+        at = 0
+        for runs in plan.sent:
+            for x, shape in zip(totals, shapes, strict=True):
+                size = sum(length for _, length in runs) * math.prod(shape[1:])
+                _add_runs(x, runs, returned.narrow(0, at, size).view(-1, *shape[1:]))
+                at += size
+        return dq, totals[0].to(k.dtype), totals[1].to(v.dtype), None, None, None
+
+
+def _start_all_to_all(
+    x: torch.Tensor, plan: RemotePlan, shapes: Any, group: Group, back: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """Start to send to the other ranks, or to send back; return the result and a handle."""
+    width = _width(shapes)
+    sent = [width * sum(length for _, length in runs) for runs in plan.sent]
+    received = [width * count for count in plan.received]
+    if back:
+        sent, received = received, sent
+    out = x.new_empty(sum(received))
+    work = dist.all_to_all_single(out, x, received, sent, group=group.group, async_op=True)
+    return out, work
+
+
+def _select_runs(
+    parts: list[torch.Tensor], runs: list[tuple[int, int, int]], like: torch.Tensor
+) -> torch.Tensor:
+    """Return runs (part, start, length) of tokens, joined; a view of a single run."""
+    if not runs:
+        return like[:0]
+    views = [parts[part].narrow(0, start, length) for part, start, length in runs]
+    return views[0] if len(views) == 1 else torch.cat(views)
+
+
+def _sum_runs(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
+    """Return the gradients of the received tokens, flat, from the gradients of joined runs."""
+    total, width = sum(plan.received), _width(shapes)
+    sources = [part for part, count in enumerate(plan.received) if count]
+    if len(plan.keys) == len(sources) == 1 and plan.keys[0][1:] == (0, total):
+        return torch.cat([x.reshape(-1) for x in grads])
+    dtype = grads[0].dtype
+    flat = torch.zeros(width * total, dtype=_wide(dtype), device=grads[0].device)
+    for views, x in zip(_split(flat, plan, shapes), grads, strict=True):
+        at = 0
+        for part, start, length in plan.keys:
+            views[part].narrow(0, start, length).add_(x.narrow(0, at, length))
+            at += length
+    return flat.to(dtype)
+
+
+def _add_runs(target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor) -> None:
+    """Add joined tokens to runs (start, length) of others."""
+    at = 0
+    for start, length in runs:
+        target.narrow(0, start, length).add_(x.narrow(0, at, length))
+        at += length
+
+
+def _write_runs(target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor) -> None:
+    """Copy joined tokens to runs (start, length) of others."""
+    at = 0
+    for start, length in runs:
+        target.narrow(0, start, length).copy_(x.narrow(0, at, length))
+        at += length
+
+
+class _SwapHeads(torch.autograd.Function):
+    """Exchange heads for tokens or back; the gradient is the opposite exchange."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: list[int], group: Group, to_tokens: bool
+    ) -> torch.Tensor:
+        ctx.arguments = counts, group, to_tokens
+        return _swap_heads(x, counts, group, to_tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        counts, group, to_tokens = ctx.arguments
+        return _swap_heads(grad, counts, group, not to_tokens), None, None, None
+
+
+def _swap_heads(x: torch.Tensor, counts: list[int], group: Group, to_tokens: bool) -> torch.Tensor:
+    own, size = counts[group.rank], group.size
+    part = math.prod(x.shape[1:]) // (size if to_tokens else 1)  # elements of a token on one rank
+    all_sizes, own_sizes = [count * part for count in counts], [own * part] * size
+    out = x.new_empty(sum(all_sizes if to_tokens else own_sizes))
+    if to_tokens:
+        heads = x.shape[1] // size
+        by_rank = x.unflatten(1, (size, heads)).movedim(1, 0).contiguous()
+        dist.all_to_all_single(out, by_rank.flatten(), all_sizes, own_sizes, group=group.group)
+        return out.view(sum(counts), heads, *x.shape[2:])
+    dist.all_to_all_single(out, x.contiguous().flatten(), own_sizes, all_sizes, group=group.group)
+    return out.view(size, own, *x.shape[1:]).movedim(0, 1).flatten(1, 2)
+
+
 def _width(shapes: Any) -> int:
     """Return the number of elements of a token of all arrays together."""
     return sum(math.prod(shape[1:]) for shape in shapes)
@@ -161,7 +361,7 @@ def _all_to_all(
     return out
 
 
-def _split(flat: torch.Tensor, plan: KeyPlan, shapes: Any) -> list[list[torch.Tensor]]:
+def _split(flat: torch.Tensor, plan: KeyPlan | RemotePlan, shapes: Any) -> list[list[torch.Tensor]]:
     """Return views of the received keys and of the values, per rank."""
     parts: list[list[torch.Tensor]] = [[] for _ in shapes]
     at = 0

@@ -38,6 +38,11 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
 @implements("same_rows")
 def same_rows(x: Array, /, *args: Any, device: Any = None, std: Standard, **kwargs: Any) -> Array:
     """Apply the library's function to the values; the layout stays."""
+    if any(isinstance(value, Array) for value in (*args, *kwargs.values())):
+        raise TypeError(
+            "fill_value: expected a Python number, got a ragged array; "
+            "to copy the numbers of an array, use the array itself"
+        )
     x = x if device is None or device == x.device else x.to_device(device)
     return x.with_values(std.function(x.values, *args, **kwargs))
 

@@ -24,7 +24,7 @@ from ..broadcasting import (
     with_values_like,
 )
 from ..dispatch.operation import define_operation
-from .segment import safe_divide, segment_reduce
+from .segment import divide_by_weight, safe_divide, segment_reduce
 
 #: The mean or the sum over all tokens, the mean of each row, or the loss of each token.
 REDUCTIONS = ("mean", "sum", "row_mean", "none")
@@ -398,9 +398,8 @@ def reduce_losses(call: LossCall, losses: Any, weights: Any = None) -> Any:
     if call.reduction == "row_mean":
         layout = call.tokens.layout
         weights = xp.astype(call.counted, losses.dtype) if weights is None else weights
-        return safe_divide(
-            xp, segment_reduce("sum", losses, layout), segment_reduce("sum", weights, layout)
-        )
+        sums = (segment_reduce("sum", x, layout) for x in (losses, weights))
+        return divide_by_weight(xp, *sums)
     total = xp.sum(losses)
     if call.reduction == "sum":
         return total
@@ -408,7 +407,7 @@ def reduce_losses(call: LossCall, losses: Any, weights: Any = None) -> Any:
         return safe_divide(
             xp, total, xp.astype(xp.sum(xp.astype(call.counted, xp.int32)), total.dtype)
         )
-    return safe_divide(xp, total, xp.sum(weights))
+    return divide_by_weight(xp, total, xp.sum(weights))
 
 
 def reduce_token_losses(call: LossCall, losses: dict[str, Any]) -> Any:

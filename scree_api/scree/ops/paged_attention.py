@@ -208,7 +208,8 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    checks.check_flag("return_lse", return_lse)
+    if type(return_lse) is not bool:
+        checks.check_flag("return_lse", return_lse)
     if sinks is not None:
         check_heads("q", q)
         check_per_head("sinks", sinks, q)

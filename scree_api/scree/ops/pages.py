@@ -123,12 +123,16 @@ def check_cache(name: str, pages: Any, like: Any) -> None:
 
 
 def token_layout(table: Array, kv_lengths: Any, page_size: int) -> Layout:
-    """Return the layout of the cached tokens."""
+    """Return the layout of the cached tokens.
+
+    A row ends with its pages if only a device knows its length, which `check_pages` then cannot check.
+    """
     layout = table.layout
     host = layout.backend.peek(kv_lengths)
     if host is not None:
         return Layout.from_host_lengths(layout.backend, host, like=table.offsets)
     lengths = layout.xp.astype(kv_lengths, table.offsets.dtype, copy=False)
+    lengths = layout.xp.minimum(lengths, layout.lengths * page_size)
     bound = layout.max_length_bound * page_size
     return layout.with_lengths(lengths, layout.total * page_size, bound)
 

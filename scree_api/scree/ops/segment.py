@@ -346,9 +346,18 @@ def sort_by_id(xp: Any, ids: Any, size: int, device: Any) -> tuple[Any, Any]:
 
 
 def safe_divide(xp: Any, total: Any, count: Any) -> Any:
-    """Return the quotient; NaN where the count is 0, with a gradient of 0 there."""
+    """Return the quotient; NaN where the count is not positive, with a gradient of 0 there."""
+    return _divide_where(xp, count > 0, total, count)
+
+
+def divide_by_weight(xp: Any, total: Any, weight: Any) -> Any:
+    """Return the quotient; NaN where the weight, a sum of any sign, is 0, with a gradient of 0."""
+    return _divide_where(xp, weight != 0, total, weight)
+
+
+def _divide_where(xp: Any, condition: Any, total: Any, divisor: Any) -> Any:
     nan = xp.full((), float("nan"), dtype=total.dtype, device=backend(total).device(total))
-    return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
+    return xp.where(condition, total / xp.where(condition, divisor, xp.ones_like(divisor)), nan)
 
 
 def safe_root(xp: Any, x: Any, degree: float = 2) -> Any:

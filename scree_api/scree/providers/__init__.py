@@ -14,7 +14,13 @@ MODULES = {
     "jax": ("jax", "jax_attention", "jax_cross_entropy"),
     "mlx": ("mlx",),
     "numpy": ("numpy", "numpy_paged_attention"),
-    "torch": ("torch", "torch_attention", "torch_cross_entropy", "torch_paged_attention"),
+    "torch": (
+        "torch",
+        "torch_attention",
+        "torch_attention_gradient",
+        "torch_cross_entropy",
+        "torch_paged_attention",
+    ),
 }
 
 

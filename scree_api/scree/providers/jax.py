@@ -16,11 +16,23 @@ from ..dispatch.registry import register_kernel
 from ..layout import Layout
 from ..ops.segment import MAX_SEQUENTIAL, SegmentCall, segment_reduce
 
-jax.tree_util.register_pytree_with_keys(
-    Array,
-    lambda x: ((("values", x.values), ("offsets", x.offsets)), (x.ragged_dim, x.max_length)),
-    lambda static, children: Array.unchecked(*children, *static),
-)
+
+def _flatten(x: Array) -> tuple[Any, Any]:
+    """Return the leaves and the static parts; the layout of a shard is static."""
+    layout = x.shard_layout
+    if layout is not None:
+        return (("values", x.values),), (x.ragged_dim, layout)
+    return (("values", x.values), ("offsets", x.offsets)), (x.ragged_dim, x.max_length)
+
+
+def _unflatten(static: Any, children: Any) -> Array:
+    if isinstance(static[1], Layout):
+        (values,) = children
+        return Array.from_layout(values, static[1], static[0])
+    return Array.unchecked(*children, *static)
+
+
+jax.tree_util.register_pytree_with_keys(Array, _flatten, _unflatten)
 
 
 def _rejects_pack(call: PackCall) -> str | None:

@@ -26,9 +26,27 @@ from ..layout import Layout
 from ..ops.attention import AttentionCall
 
 TILE = 128  # tokens per tile, unless a bound says that rows are shorter
-MAX_SCORES = 1 << 18  # scores of all heads in memory at a time
 
 Window = tuple[int | None, int | None]
+
+
+class Blocking(NamedTuple):
+    """How the work is divided into steps.
+
+    A CPU wants steps that fit into its caches. An accelerator wants few steps with large products,
+    because each step starts several kernels and waits for the host.
+    """
+
+    step: int
+    """Tokens of the inner loop per step, at most; a multiple of `TILE`."""
+    max_scores: int
+    """Scores of all heads in memory at a time."""
+    narrow: bool
+    """Whether products take half precision, and only their sums are float32."""
+
+
+CPU_BLOCKING = Blocking(TILE, 1 << 18, False)
+ACCELERATOR_BLOCKING = Blocking(4 * TILE, 1 << 25, True)
 
 
 class Options(NamedTuple):
@@ -38,6 +56,12 @@ class Options(NamedTuple):
     scale: float
     softcap: float | None
     tile_size: int
+    blocking: Blocking = CPU_BLOCKING
+
+    @property
+    def step_size(self) -> int:
+        """Tokens of the inner loop per step."""
+        return self.blocking.step // TILE * self.tile_size
 
 
 class Operand(NamedTuple):
@@ -52,10 +76,9 @@ class Operand(NamedTuple):
 
 
 def _loop_over_tiles(
+    options: Options,
     outer: Operand,
     inner: Operand,
-    tile_size: int,
-    max_tiles: int,
     window: Window,
     init: Callable[..., Any],
     step: Callable[..., Any],
@@ -67,12 +90,10 @@ def _loop_over_tiles(
 
     Parameters
     ----------
+    options
+        The sizes of tiles and steps.
     outer, inner
         Queries and keys, or keys and queries.
-    tile_size
-        Tokens per tile of `outer`, and `inner` tokens per step.
-    max_tiles
-        Tiles of `outer` in memory at a time. They run as many steps as the longest of them needs.
     window
         (left, right): number of `inner` tokens that are visible before and after a token of
         `outer`; None is unbounded.
@@ -82,32 +103,37 @@ def _loop_over_tiles(
         ``step(state, visible, outer_tensors, inner_tensors)`` returns the next state. `visible` is
         (tiles, outer tokens, inner tokens).
     """
+    tile_size, step_size = options.tile_size, options.step_size
     tiles = outer.layout.tiles(tile_size)
     num_tiles = tiles.rows.shape[0]
+    num_heads = max(x.shape[0] * x.shape[2] for x in (*outer.tensors, *inner.tensors))
+    max_tiles = max(1, options.blocking.max_scores // (num_heads * tile_size * step_size))
     num_chunks = -(-num_tiles // max_tiles)
     chunk_size = -(-num_tiles // num_chunks)
     row_starts, row_lengths = inner.layout.offsets[:-1], inner.layout.lengths
     shifts = row_lengths - outer.layout.lengths  # the last tokens of both rows are aligned
-    in_tile = jnp.arange(tile_size)
+    in_tile, in_step = jnp.arange(tile_size), jnp.arange(step_size)
 
-    def run_chunk(tile_ids: Any) -> Any:
-        # The last chunk may have more tiles than exist: they repeat the last one and see nothing.
-        tile = jnp.minimum(tile_ids, num_tiles - 1)
-        exists = tiles.valid[tile] & (tile_ids < num_tiles)[:, None]
-        row = tiles.rows[tile]
-        start, length, shift = row_starts[row][:, None], row_lengths[row][:, None], shifts[row]
-        outer_positions = (tiles.starts[tile] + shift)[:, None] + in_tile
-        first, last = _visible_bounds(outer_positions, length, window)
-        last = jnp.where(exists, last, -1)
-        longest_span = jnp.max(jnp.max(last, axis=1) + 1 - first[:, 0])
-        num_steps = -(-longest_span // tile_size)
+    starts, lengths = row_starts[tiles.rows][:, None], row_lengths[tiles.rows][:, None]
+    outer_positions = (tiles.starts + shifts[tiles.rows])[:, None] + in_tile
+    first, last = _visible_bounds(outer_positions, lengths, window)
+    last = jnp.where(tiles.valid, last, -1)
+    num_steps = -(-(jnp.max(last, axis=1) + 1 - first[:, 0]) // step_size)
+    # Tiles of one chunk run as many steps as the longest of them needs, so they are sorted. The
+    # last chunk may have more tiles than exist: they repeat the last one.
+    order = jnp.argsort(-num_steps)
+    rank = jnp.argsort(order)
+
+    def run_chunk(chunk: Any) -> Any:
+        tile = order[jnp.minimum(chunk, num_tiles - 1)]
+        chunk_first, chunk_last, length, start = (x[tile] for x in (first, last, lengths, starts))
         outer_tensors = [jnp.take(x, tiles.tokens[tile], axis=1) for x in outer.tensors]
 
         def run_step(carry: tuple[Any, Any]) -> tuple[Any, Any]:
             index, state = carry
-            positions = first[:, :1] + index * tile_size + in_tile
-            visible = positions[:, None, :] >= first[:, :, None]
-            visible &= positions[:, None, :] <= last[:, :, None]
+            positions = chunk_first[:, :1] + index * step_size + in_step
+            visible = positions[:, None, :] >= chunk_first[:, :, None]
+            visible &= positions[:, None, :] <= chunk_last[:, :, None]
             tokens = inner.layout.clip(start + positions)
             # Tokens after the end of the row have the weight 0, but 0 * NaN is NaN.
             in_row = (positions < length)[..., None, None]
@@ -116,12 +142,13 @@ def _loop_over_tiles(
             ]
             return index + 1, step(state, visible, outer_tensors, inner_tensors)
 
-        carry = jnp.zeros_like(num_steps), init(*outer_tensors)
-        return lax.while_loop(lambda carry: carry[0] < num_steps, run_step, carry)[1]
+        longest = num_steps[tile[0]]
+        carry = jnp.zeros_like(longest), init(*outer_tensors)
+        return lax.while_loop(lambda carry: carry[0] < longest, run_step, carry)[1]
 
-    tile_ids = jnp.arange(num_chunks * chunk_size).reshape(num_chunks, chunk_size)
-    states = lax.map(run_chunk, tile_ids)
+    states = lax.map(run_chunk, jnp.arange(num_chunks * chunk_size).reshape(num_chunks, chunk_size))
     slots = outer.layout.tile_slots(tile_size)
+    slots = jnp.take(rank, slots // tile_size) * tile_size + slots % tile_size
 
     def to_tokens(x: Any) -> Any:
         x = jnp.moveaxis(x, 1, 0)
@@ -142,32 +169,32 @@ def _visible_bounds(positions: Any, length: Any, window: Window) -> tuple[Any, A
     return first, last
 
 
-def _max_tiles(options: Options, q: Any) -> int:
-    """Return the number of tiles of queries or keys with at most `MAX_SCORES` scores per step."""
-    num_heads = int(q.shape[0] * q.shape[2])
-    return max(1, MAX_SCORES // (num_heads * options.tile_size**2))
-
-
 def _merge_groups(x: Any) -> Any:
     """Reshape (kv_heads, tiles, tokens, groups, dim) to (kv_heads, tiles, tokens * groups, dim)."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
+def _product(x: Any, y: Any) -> Any:
+    """Return ``x @ y`` in the accumulation dtype, with operands in the dtype of `y`."""
+    wide = accumulation_dtype(jnp, y.dtype)
+    return jnp.matmul(x.astype(y.dtype), y, preferred_element_type=wide)
+
+
 def _matmul(x: Any, y: Any) -> Any:
     """Return ``x @ y`` per key head and tile, with the tokens and groups of `x`."""
-    return jnp.matmul(_merge_groups(x), _merge_groups(y)).reshape(*x.shape[:4], -1)
+    return _product(_merge_groups(x), _merge_groups(y)).reshape(*x.shape[:4], -1)
 
 
 def _matmul_transposed(x: Any, y: Any) -> Any:
     """Return ``x @ y^T`` per key head and tile, with the tokens and groups of `x`."""
     y = jnp.swapaxes(_merge_groups(y), 2, 3)
-    return jnp.matmul(_merge_groups(x), y).reshape(*x.shape[:4], -1)
+    return _product(_merge_groups(x), y).reshape(*x.shape[:4], -1)
 
 
 def _transposed_matmul(x: Any, y: Any) -> Any:
     """Return ``x^T @ y`` per key head and tile, with groups of one."""
     x = jnp.swapaxes(_merge_groups(x), 2, 3)
-    return jnp.matmul(x, _merge_groups(y))[..., None, :]
+    return _product(x, _merge_groups(y))[..., None, :]
 
 
 def _without_nan(x: Any) -> Any:
@@ -178,29 +205,27 @@ def _without_nan(x: Any) -> Any:
     return jnp.where(jnp.isnan(x), 0.0, x)
 
 
-def _weighted_sum(weights: Any, v: Any, visible: Any, is_finite: Any) -> Any:
+def _weighted_sum(weights: Any, v: Any, visible: Any, is_finite: bool) -> Any:
     """Return ``weights @ v``, in which a value counts only for queries that see its key.
 
-    `is_finite` is whether all values are finite.
+    `is_finite` is whether all values are known to be finite.
     """
+    if is_finite:
+        return _matmul(weights, v)
+    shown = jnp.broadcast_to(visible[:, :, None, :], weights.shape).astype(v.dtype)
 
-    def with_special_values() -> Any:
-        shown = jnp.broadcast_to(visible[:, :, None, :], weights.shape).astype(v.dtype)
+    def sees_any(is_special: Any) -> Any:
+        return _matmul(shown, is_special.astype(v.dtype)) > 0
 
-        def sees_any(is_special: Any) -> Any:
-            return _matmul(shown, is_special.astype(v.dtype)) > 0
-
-        total = _matmul(weights, jnp.where(jnp.isfinite(v), v, 0.0))
-        total += jnp.where(sees_any(v == jnp.inf), jnp.inf, 0.0)
-        total += jnp.where(sees_any(v == -jnp.inf), -jnp.inf, 0.0)
-        return jnp.where(sees_any(jnp.isnan(v)), jnp.nan, total)
-
-    return lax.cond(is_finite, lambda: _matmul(weights, v), with_special_values)
+    total = _matmul(weights, jnp.where(jnp.isfinite(v), v, 0.0))
+    total += jnp.where(sees_any(v == jnp.inf), jnp.inf, 0.0)
+    total += jnp.where(sees_any(v == -jnp.inf), -jnp.inf, 0.0)
+    return jnp.where(sees_any(jnp.isnan(v)), jnp.nan, total)
 
 
 def _scores(options: Options, q: Any, k: Any) -> Any:
     """Return the scores (kv_heads, tiles, queries, groups, keys) before the mask."""
-    scores = _matmul_transposed(q, k)
+    scores = _matmul_transposed(q, k) * options.scale
     softcap = options.softcap
     return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
 
@@ -213,16 +238,29 @@ class _OnlineSoftmax(NamedTuple):
     maximum: Any  # maximum of the scores
 
 
-def _forward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any]:
+def _attend_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any]:
     """Return the output and the log-sum-exp, (kv_heads, total, groups, value_dim) and (..., 1).
 
-    The tensors of `queries` are the scaled q; the tensors of `keys` are k and v.
+    The tensors of `queries` are q; the tensors of `keys` are k and v.
     """
-    value_dim = keys.tensors[1].shape[-1]
+    attend = partial(_attend_values, options, queries, keys)
     is_finite = jnp.all(jnp.isfinite(keys.tensors[1]))
+    # One condition around the loops: on a GPU a condition waits for the host.
+    return lax.cond(is_finite, partial(attend, True), partial(attend, False))  # type: ignore[no-any-return]
+
+
+def _attend_values(
+    options: Options, queries: Operand, keys: Operand, is_finite: bool
+) -> tuple[Any, Any]:
+    # Layouts of this branch: a layout keeps traced arrays, which must not leave the branch.
+    queries, keys = (
+        Operand(Layout(BACKEND, x.layout.offsets, x.layout.total), x.tensors)
+        for x in (queries, keys)
+    )
+    value_dim = keys.tensors[1].shape[-1]
 
     def init(q: Any) -> _OnlineSoftmax:
-        zeros = jnp.zeros_like(q[..., :1])
+        zeros = jnp.zeros_like(q[..., :1], dtype=accumulation_dtype(jnp, q.dtype))
         values = jnp.broadcast_to(zeros, (*zeros.shape[:-1], value_dim))
         return _OnlineSoftmax(values, zeros, jnp.full_like(zeros, -jnp.inf))
 
@@ -237,20 +275,17 @@ def _forward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, An
         total = state.total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return _OnlineSoftmax(values, total, maximum)
 
-    max_tiles = _max_tiles(options, queries.tensors[0])
-    state = _loop_over_tiles(
-        queries, keys, options.tile_size, max_tiles, options.window, init, step
-    )
+    state = _loop_over_tiles(options, queries, keys, options.window, init, step)
     nonzero = state.total != 0  # True for NaN, which must reach the result
     divisor = jnp.where(nonzero, state.total, 1.0)
     out = jnp.where(nonzero, state.values / divisor, 0.0)
     return out, jnp.where(nonzero, state.maximum + jnp.log(divisor), -jnp.inf)
 
 
-def _backward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any, Any]:
-    """Return the gradients of the scaled q, of k and of v.
+def _gradients_of_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any, Any]:
+    """Return the gradients of q, k and v.
 
-    The tensors of `queries` are the scaled q, a finite log-sum-exp, delta and the gradient of the
+    The tensors of `queries` are q, a finite log-sum-exp, delta and the gradient of the
     output. Delta is subtracted from the gradient of each weight. The tensors of `keys` are k and v.
     """
 
@@ -264,7 +299,7 @@ def _backward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, A
         score_grads = jnp.where(visible[:, :, None, :], score_grads, 0.0)
         if options.softcap is not None:
             score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
-        return weights, score_grads
+        return weights, score_grads * options.scale
 
     def step_of_queries(dq: Any, visible: Any, outer: Any, inner: Any) -> Any:
         _, score_grads = weights_and_score_grads(visible, outer, inner)
@@ -276,19 +311,19 @@ def _backward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, A
         dk = dk + _transposed_matmul(score_grads, _without_nan(q))
         return dk, dv + _transposed_matmul(weights, grad)
 
+    def zeros_like(x: Any) -> Any:
+        return jnp.zeros_like(x, dtype=accumulation_dtype(jnp, x.dtype))
+
     def zeros_like_q(q: Any, *_: Any) -> Any:
-        return jnp.zeros_like(q)
+        return zeros_like(q)
 
     def zeros_like_k_and_v(k: Any, v: Any) -> tuple[Any, Any]:
-        return jnp.zeros_like(k), jnp.zeros_like(v)
+        return zeros_like(k), zeros_like(v)
 
-    size, max_tiles = options.tile_size, _max_tiles(options, queries.tensors[0])
     left, right = options.window
-    dq = _loop_over_tiles(
-        queries, keys, size, max_tiles, (left, right), zeros_like_q, step_of_queries
-    )
+    dq = _loop_over_tiles(options, queries, keys, (left, right), zeros_like_q, step_of_queries)
     dk, dv = _loop_over_tiles(
-        keys, queries, size, max_tiles, (right, left), zeros_like_k_and_v, step_of_keys
+        options, keys, queries, (right, left), zeros_like_k_and_v, step_of_keys
     )
     return dq, dk, dv
 
@@ -308,43 +343,46 @@ def _attend(
     options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
 ) -> tuple[Any, Any]:
     """Return the output (total, heads, value_dim) and the log-sum-exp (total, heads)."""
-    return _attend_fwd(options, q, k, v, q_offsets, k_offsets)[0]
+    return forward(options, q, k, v, q_offsets, k_offsets)[0]
 
 
-def _attend_fwd(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
+def forward(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
+    """Return the results of a call, and the arguments of `backward` for its gradients."""
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
-    out, lse = _forward(options, queries, keys)
+    out, lse = _attend_tiles(options, queries, keys)
     out, lse = _ungroup_heads(out, q.dtype), _ungroup_heads(lse, lse.dtype)
     return (out, lse[..., 0]), (q, k, v, q_offsets, k_offsets, out, lse)
 
 
-def _attend_bwd(options: Options, residuals: Any, grads: Any) -> Any:
+def backward(options: Options, residuals: Any, grads: Any) -> Any:
+    """Return the gradients of q, k, v and of the offsets, which have none."""
     q, k, v, q_offsets, k_offsets, out, lse = residuals
     kv_heads, wide = k.shape[1], lse.dtype
     out_grad, lse_grad = (x.astype(wide) for x in grads)
     delta = jnp.sum(out_grad * out.astype(wide), axis=-1, keepdims=True) - lse_grad[..., None]
     finite_lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    per_query = [_group_heads(x, kv_heads, wide) for x in (finite_lse, delta, out_grad)]
+    per_query = [_group_heads(x, kv_heads, wide) for x in (finite_lse, delta)]
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
-    queries = queries._replace(tensors=(*queries.tensors, *per_query))
-    dq, dk, dv = _backward(options, queries, keys)
-    dq = _ungroup_heads(dq * options.scale, q.dtype)
-    return dq, _ungroup_heads(dk, k.dtype), _ungroup_heads(dv, v.dtype), None, None
+    out_grad = _group_heads(out_grad, kv_heads, queries.tensors[0].dtype)
+    queries = queries._replace(tensors=(*queries.tensors, *per_query, out_grad))
+    dq, dk, dv = _gradients_of_tiles(options, queries, keys)
+    dq, dk, dv = (_ungroup_heads(x, q.dtype) for x in (dq, dk, dv))
+    return dq, dk, dv, None, None
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(forward, backward)
 _attend = jax.jit(_attend, static_argnums=0)
 
 
 def _operands(
     options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
 ) -> tuple[Operand, Operand]:
-    """Return the operands with the tensors (scaled q,) and (k, v), in the accumulation dtype."""
-    wide = accumulation_dtype(jnp, q.dtype)
-    q, k, v = (_group_heads(x, k.shape[1], wide) for x in (q, k, v))
+    """Return the operands with the tensors (q,) and (k, v), in the dtype of the products."""
+    dtype = q.dtype if options.blocking.narrow else accumulation_dtype(jnp, q.dtype)
+    q, k, v = (_group_heads(x, k.shape[1], dtype) for x in (q, k, v))
     q_layout = Layout(BACKEND, q_offsets, int(q.shape[1]))
     k_layout = Layout(BACKEND, k_offsets, int(k.shape[1]))
-    return Operand(q_layout, (q * options.scale,)), Operand(k_layout, (k, v))
+    return Operand(q_layout, (q,)), Operand(k_layout, (k, v))
 
 
 def rejects(call: AttentionCall) -> str | None:
@@ -360,13 +398,18 @@ def rejects(call: AttentionCall) -> str | None:
     return None
 
 
+def make_options(call: AttentionCall) -> Options:
+    """Return the static part of a call."""
+    bound = max(x.layout.max_length_bound for x in (call.q, call.k))
+    # Sizes are powers of two, so that slightly longer rows reuse the compiled function.
+    size = min(TILE, 1 << max(bound - 1, 0).bit_length())
+    blocking = CPU_BLOCKING if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKING
+    return Options(call.window, call.scale, call.softcap, size, blocking)
+
+
 @register_kernel("attention", provider="loops", rejects=rejects)
 def loops(call: AttentionCall) -> Any:
     """Compute attention with loops over the visible tiles of keys."""
-    q, k = call.q, call.k
-    bound = max(x.layout.max_length_bound for x in (q, k))
-    # Sizes are powers of two, so that slightly longer rows reuse the compiled function.
-    size = min(TILE, 1 << max(bound - 1, 0).bit_length())
-    options = Options(call.window, call.scale, call.softcap, size)
+    q, k, options = call.q, call.k, make_options(call)
     out, lse = _attend(options, q.values, k.values, call.v.values, q.offsets, k.offsets)
     return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching import initialization
+from transformers.generation.continuous_batching import initialization, model_runner
 
 from scree.bridges import continuous_batching
 from scree.bridges import transformers as bridge
@@ -34,7 +34,7 @@ CONFIGS: dict[str, Any] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZE, head_dim=16, sliding_window=6, num_local_experts=4, num_experts_per_tok=2,
-        experts_implementation="eager",
+        experts_implementation="batched_mm",  # without a wait for the host: CUDA graphs
     ),
 }  # fmt: skip
 PROMPTS = [[3 + (7 * i + 5 * j) % 55 for j in range(n)] for i, n in enumerate((7, 1, 12, 5, 23))]
@@ -113,6 +113,46 @@ def test_generate_batch_by_block_tables_agrees_with_eager(
     assert decode_calls
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("max_blocks", [0, 16])
+def test_generate_batch_of_padded_batches_agrees_with_eager(
+    name: str, max_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA graphs need them: rows without tokens, and tokens after the last row."""
+    monkeypatch.setattr(
+        initialization, "ensure_decode_fast_path_is_available", lambda *args, **kwargs: None
+    )
+    construct = model_runner.ModelRunner.__init__
+
+    def construct_padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", construct_padding)
+    tokens = generated_tokens(
+        model(name, NAME),
+        max_blocks_per_request=max_blocks,
+        q_padding_interval_size=8,
+        kv_padding_interval_size=16,
+        use_cuda_graph=False,
+    )
+    assert tokens == expected_tokens(name)
+
+
+def test_block_tables_of_windowed_layers_depend_on_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    num_blocks = {}
+    for name in (NAME, "sdpa"):
+        config = CONFIGS["gemma3"]()
+        config._attn_implementation = name
+        batching = ContinuousBatchingConfig(max_blocks_per_request=16)
+        initialization.ensure_decode_fast_path_is_available(config, batching, True)
+        num_blocks[name] = batching.max_blocks_per_request
+    assert num_blocks == {NAME: 16, "sdpa": 0}
+
+
 def test_generate_batch_with_the_public_name() -> None:
     """Up to 5.18 transformers accepts every registered name, and later none without "flash"."""
     net = model("llama", "scree")
@@ -141,7 +181,7 @@ def test_register_continuous_batching_raises_for_other_names_and_versions(
         with pytest.raises(ValueError, match="name: expected a name with 'flash' and then 2 or 3"):
             bridge.register_continuous_batching(name)
     monkeypatch.setattr(continuous_batching, "VERSION", (6, 0))
-    with pytest.raises(RuntimeError, match=r"expected version 5\.17 to 5\.23"):
+    with pytest.raises(RuntimeError, match=r"expected version 5\.17 to 5\.24"):
         bridge.register_continuous_batching()
 
 

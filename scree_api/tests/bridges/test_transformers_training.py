@@ -6,18 +6,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_transformers import gradients, model, peers, tokens
+from test_transformers import MODELS, gradients, model, tokens
 
 from scree.bridges import to_hf_flattened, to_hf_padded
 
 TEXTS = [[3 + (5 * i + 7 * j) % 50 for j in range(n)] for i, n in enumerate((9, 2, 5, 12, 7, 3))]
 
 
-def train(attention: str, folder: Path, is_flattened: bool, **options: Any) -> list[Any]:
+def train(
+    attention: str, folder: Path, is_flattened: bool, use_cpu: bool = True, **options: Any
+) -> list[Any]:
     """Return the losses and weights of three steps of `Trainer` on batches of two texts."""
     config = transformers.LlamaConfig(
         vocab_size=60,
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -52,7 +54,7 @@ def train(attention: str, folder: Path, is_flattened: bool, **options: Any) -> l
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            use_cpu=True,
+            use_cpu=use_cpu,
             **options,
         ),
         train_dataset=[{"input_ids": text} for text in TEXTS],  # type: ignore[arg-type]
@@ -69,6 +71,17 @@ def test_trainer_agrees_with_sdpa_on_padded_batches(is_flattened: bool, tmp_path
     expected = train("sdpa", tmp_path, is_flattened=False)
     actual = train("scree", tmp_path, is_flattened)
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_flattened", [False, True])
+def test_trainer_on_cuda_agrees_with_sdpa_on_padded_batches(
+    is_flattened: bool, tmp_path: Path
+) -> None:
+    expected = train("sdpa", tmp_path, is_flattened=False, use_cpu=False)
+    for options in ({}, {"gradient_checkpointing": True}):
+        actual = train("scree", tmp_path, is_flattened, use_cpu=False, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_trainer_with_gradient_checkpointing_agrees_with_trainer_without(tmp_path: Path) -> None:
@@ -96,15 +109,20 @@ def test_gradient_checkpointing_gives_the_gradients_without_it(
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("name", ["llama"])
-def test_compiled_generate_with_a_static_cache_agrees_with_peers(name: str) -> None:
+def test_compiled_generate_with_a_static_cache_agrees_with_sdpa() -> None:
     torch.compiler.reset()
+    config = MODELS["llama"]()
+    config.num_hidden_layers = 1
     ids, mask = to_hf_padded(tokens(), side="left")
-    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
     compile_config = transformers.CompileConfig(backend="eager", fullgraph=True)
     compile_config._compile_all_devices = True
-    actual = model(name, "scree").generate(
-        ids, cache_implementation="static", compile_config=compile_config, **options
-    )
-    expected = model(name, peers(name)[-1]).generate(ids, **options)
-    assert torch.equal(actual, expected)
+    results = []
+    for attention, static in (
+        ("scree", {"cache_implementation": "static", "compile_config": compile_config}),
+        ("sdpa", {}),
+    ):
+        torch.manual_seed(0)
+        net = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        results.append(net.eval().generate(ids, **options, **static))
+    assert torch.equal(*results)

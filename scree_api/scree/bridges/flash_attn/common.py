@@ -309,11 +309,11 @@ def check_shape(name: str, x: torch.Tensor, shape: Sequence[int], reason: str) -
         raise ValueError(f"{name}: expected shape {tuple(shape)}, {reason}, got {tuple(x.shape)}")
 
 
-def check_unsupported(function: str, **arguments: Any) -> None:
+def check_unsupported(function: str, remedy: str = "", **arguments: Any) -> None:
     """Raise `NotImplementedError` for the first argument that is not None."""
     for name, x in arguments.items():
         if x is not None:
             raise NotImplementedError(
                 f"{name}: {function} of scree does not support it, expected its default, "
-                f"got {x!r:.80}"
+                f"got {x!r:.80}" + (f"; {remedy}" if remedy else "")
             )

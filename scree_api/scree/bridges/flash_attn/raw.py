@@ -19,17 +19,13 @@ from ...array import Array
 from .common import (
     Options,
     attend,
-    attend_padded,
     check_ndim,
     check_shape,
-    check_unsupported,
-    keep_used,
     make_options,
     padded_array,
     ragged_array,
 )
-from .kvcache import attend_to_cache, make_cache, split_size
-from .probabilities import signed_weights
+from .forward import equal_forward, packed_keys, varlen_forward
 
 __all__ = [
     "_flash_attn_backward",
@@ -95,11 +91,8 @@ def _flash_attn_forward(
         alibi_slopes,
     )  # fmt: skip
     with torch.no_grad():
-        out, lse = attend_padded(q, k, v, options, True)
-        weights = q.new_empty(0)
-        if return_softmax and options.dropout:
-            weights = signed_weights(padded_array("q", q), padded_array("k", k), options)
-    return out, lse.contiguous(), weights, _rng_state(q, options)
+        results = equal_forward(q, k, v, options, return_lse=True, return_weights=return_softmax)
+    return _forward_results(q, options, *results)
 
 
 def _flash_attn_varlen_forward(
@@ -173,36 +166,33 @@ return_softmax
     >>> lse.shape
     torch.Size([4, 5])
     """
-    check_ndim("q", q, 3, "(total_q, num_heads, head_dim)")
+    if block_table is not None and num_splits > 1:  # the type of FlashAttention's error
+        raise RuntimeError(
+            "num_splits: num_splits > 1 is not supported with block_table, expected 0 or 1, "
+            f"got {num_splits}"
+        )
     options = _make_options(
         q, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
         alibi_slopes,
     )  # fmt: skip
-    weights = q.new_empty(0)
     with torch.no_grad():
-        queries = ragged_array(q, cu_seqlens_q, max_seqlen_q)
-        if block_table is not None:
-            name = "_flash_attn_varlen_forward with block_table"
-            check_unsupported(name, leftpad_k=leftpad_k, dropout_p=options.dropout or None)
-            if num_splits > 1:  # the type of FlashAttention's error
-                raise RuntimeError(
-                    "num_splits: num_splits > 1 is not supported with block_table, expected 0 or 1, "
-                    f"got {num_splits}"
-                )
-            lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-            cache = make_cache(
-                k, v, queries.batch_size, lengths, table_name="block_table", table=block_table
-            )
-            out, lse = attend_to_cache(queries, cache, options, split_size=split_size(num_splits))
-        else:
-            keys, values = _packed_keys(k, v, cu_seqlens_k, max_seqlen_k)
-            if seqused_k is not None or leftpad_k is not None:
-                used = keys.layout.lengths if seqused_k is None else seqused_k
-                keys, values = (keep_used("seqused_k", x, used, leftpad_k) for x in (keys, values))
-            out, lse = attend(queries, keys, values.values, options, True)
-            if return_softmax and options.dropout:
-                weights = signed_weights(queries, keys, options)
-    return out, lse.T.contiguous(), weights, _rng_state(q, options)
+        results = varlen_forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            options,
+            return_lse=True,
+            return_weights=return_softmax,
+            block_table=block_table,
+            num_splits=num_splits,
+            leftpad_k=leftpad_k,
+            seqused_k=seqused_k,
+        )
+    return _forward_results(q, options, *results)
 
 
 def _flash_attn_backward(
@@ -362,7 +352,7 @@ deterministic, rng_state
     )  # fmt: skip
     _check_state(dropout_p, rng_state)
     queries = ragged_array(q, cu_seqlens_q, max_seqlen_q)
-    keys, values = _packed_keys(k, v, cu_seqlens_k, max_seqlen_k)
+    keys, values = packed_keys(k, v, cu_seqlens_k, max_seqlen_k)
     for name, x in (("dout", dout), ("out", out)):
         check_shape(name, x, (*q.shape[:2], v.shape[2]), "as the output")
     heads, total = q.shape[1], q.shape[0]
@@ -409,21 +399,17 @@ def _check_state(dropout_p: Any, rng_state: torch.Tensor | None) -> None:
         raise ValueError("rng_state: expected the last result of the forward pass, got None")
 
 
-def _rng_state(q: torch.Tensor, options: Options) -> torch.Tensor:
-    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+def _forward_results(
+    q: torch.Tensor,
+    options: Options,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if options.seed is not None:
-        state[:1] = options.seed
-    return state
-
-
-def _packed_keys(
-    k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_k: Any
-) -> tuple[Array, Array]:
-    for name, x in (("k", k), ("v", v)):
-        check_ndim(name, x, 3, "(total_k, num_kv_heads, head_dim)")
-    check_shape("v", v, (*k.shape[:2], v.shape[2]), "as k")
-    keys = ragged_array(k, cu_seqlens_k, max_seqlen_k)
-    return keys, keys.with_values(v)
+        rng_state[:1] = options.seed
+    return out, lse.contiguous(), q.new_empty(0) if weights is None else weights, rng_state
 
 
 def _gradients(

@@ -6,20 +6,9 @@ from typing import Any
 
 import torch
 
-from .common import (
-    Options,
-    attend,
-    attend_padded,
-    check_ndim,
-    check_shape,
-    check_unsupported,
-    make_options,
-    pad_result,
-    padded_array,
-    ragged_array,
-)
-from .kvcache import attend_to_cache, attention_with_kvcache, make_cache, split_size
-from .probabilities import signed_weights
+from .common import check_ndim, make_options, pad_result
+from .forward import equal_forward, varlen_forward
+from .kvcache import attention_with_kvcache, make_cache, split_size
 
 __all__ = [
     "flash_attn_func",
@@ -91,13 +80,9 @@ def flash_attn_func(
         device=q.device,
         deterministic=deterministic,
     )
-    out, lse = attend_padded(q, k, v, options, return_attn_probs)
-    if not return_attn_probs:
-        return out
-    weights = None
-    if options.dropout:
-        weights = signed_weights(padded_array("q", q), padded_array("k", k), options)
-    return out, lse, weights
+    probs = return_attn_probs
+    results = equal_forward(q, k, v, options, return_lse=probs, return_weights=probs)
+    return results if return_attn_probs else results[0]
 
 
 def flash_attn_kvpacked_func(
@@ -307,29 +292,20 @@ def flash_attn_varlen_func(
         device=q.device,
         deterministic=deterministic,
     )
-    weights = None
-    queries = ragged_array(q, cu_seqlens_q, max_seqlen_q)
-    if block_table is None:
-        out, lse = attend_packed(
-            queries, k, v, cu_seqlens_k, max_seqlen_k, options, return_attn_probs
-        )
-        if options.dropout and return_attn_probs:
-            keys = ragged_array(k, cu_seqlens_k, max_seqlen_k)
-            weights = signed_weights(queries, keys, options)
-    else:
-        check_unsupported(
-            "flash_attn_varlen_func with block_table", dropout_p=options.dropout or None
-        )
-        cache = make_cache(
-            k,
-            v,
-            queries.batch_size,
-            cu_seqlens_k.diff(),
-            table_name="block_table",
-            table=block_table,
-        )
-        out, lse = attend_to_cache(queries, cache, options)
-    return (out, lse.T, weights) if return_attn_probs else out
+    results = varlen_forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        options,
+        return_lse=return_attn_probs,
+        return_weights=return_attn_probs,
+        block_table=block_table,
+    )
+    return results if return_attn_probs else results[0]
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -582,16 +558,6 @@ def flash_attn_with_kvcache(
     )
     out, lse = pad_result(out, lse, q)
     return (out, lse) if return_softmax_lse else out
-
-
-def attend_packed(
-    q: Any, k: torch.Tensor, v: torch.Tensor, cu_k: Any, max_k: Any, options: Options, lse: Any
-) -> tuple[torch.Tensor, Any]:
-    """Return attention of ragged queries to packed keys, and the log-sum-exp or None."""
-    check_ndim("k", k, 3, "(total_k, num_kv_heads, head_dim)")
-    check_ndim("v", v, 3, "(total_k, num_kv_heads, head_dim)")
-    check_shape("v", v, (*k.shape[:2], v.shape[2]), "as k")
-    return attend(q, ragged_array(k, cu_k, max_k), v, options, bool(lse))
 
 
 def unpack(name: str, x: torch.Tensor, ndim: int, count: int) -> tuple[torch.Tensor, ...]:

@@ -200,6 +200,7 @@ aux_scalars
     """
     check_unsupported(
         "FlashAttention 4",
+        "use torch.nn.attention.flex_attention",
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,

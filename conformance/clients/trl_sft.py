@@ -1,25 +1,19 @@
 """TRL's `SFTTrainer` with `padding_free=True`, compared with its trainer on padded batches.
 
-`python clients/trl_sft.py CHECKOUT` trains a small Llama with random weights on tokenized texts.
+`python conformance/clients/trl_sft.py CHECKOUT` trains a small Llama with random weights on tokenized texts.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
-import time
 from typing import Any
 
 from common import open_checkout, report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkout")
-    options = parser.parse_args()
-    start = time.perf_counter()
-    checkout = open_checkout(options.checkout)
+    checkout = open_checkout()
     import torch
     import transformers
     from datasets import Dataset
@@ -63,7 +57,7 @@ def main() -> None:
     expected, losses = train("sdpa", False), train("scree", True)
     difference = max(abs(a - b) for a, b in zip(losses, expected))
     report(
-        "TRL SFT padding-free", start, checkout, losses=losses,
+        "TRL SFT padding-free", checkout, losses=losses,
         largest_difference_of_losses=round(difference, 6),
     )  # fmt: skip
     if difference > 1e-3:

@@ -1,6 +1,6 @@
 """nanochat's model with random weights: training steps, and generation with its cache.
 
-`python clients/nanochat.py CHECKOUT --attention scree` gives its module of attention the functions
+`python conformance/clients/nanochat.py CHECKOUT --attention scree` gives its module of attention the functions
 of scree in place of the functions of FlashAttention 3.
 """
 
@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
-    start = time.perf_counter()
     checkout = open_checkout(options.checkout)
     import torch
     from nanochat import flash_attention
@@ -92,7 +91,7 @@ def main() -> None:
         difference = max(abs(a - b) for a, b in zip(losses_a, losses_b))
         results |= {"largest_difference_of_losses": round(difference, 5)}
         results |= {"equal_tokens": tokens_a == tokens_b}
-    report("nanochat", start, checkout, **results)
+    report("nanochat", checkout, **results)
     if results.get("equal_tokens") is False and not is_cuda:
         raise SystemExit("expected the tokens of sdpa")
 

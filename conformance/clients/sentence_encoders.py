@@ -1,14 +1,12 @@
 """Encoders of sentence-transformers with random weights: BERT and ModernBERT.
 
-`python clients/sentence_encoders.py CHECKOUT` encodes sentences of several lengths with
+`python conformance/clients/sentence_encoders.py CHECKOUT` encodes sentences of several lengths with
 `attn_implementation="scree"` and `"sdpa"`, and takes training steps with a loss of the package.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +43,7 @@ def save_model(kind: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkout")
-    options = parser.parse_args()
-    start = time.perf_counter()
-    checkout = open_checkout(options.checkout)
+    checkout = open_checkout()
     import torch
     from sentence_transformers import SentenceTransformer, losses
 
@@ -85,7 +79,7 @@ def main() -> None:
             float((a - b).norm() / b.norm()) for a, b in zip(results[0], results[1])
         ]
     report(
-        "sentence-transformers", start, checkout,
+        "sentence-transformers", checkout,
         relative_differences_of_embeddings_loss_gradients=differences,
     )  # fmt: skip
     if max(map(max, differences.values())) > 1e-3:

@@ -1,14 +1,12 @@
 """The attention layer of modded-nanogpt, taken from its training script, on packed documents.
 
-`python clients/modded_nanogpt.py CHECKOUT` gives the layer `flash_attn_varlen_func` of scree, and
+`python conformance/clients/modded_nanogpt.py CHECKOUT` gives the layer `flash_attn_varlen_func` of scree, and
 compares outputs and gradients with one call of PyTorch's attention per document.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +17,7 @@ NAMES = {"norm", "Yarn", "AttnArgs", "dc_gate", "CausalSelfAttention"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkout")
-    options = parser.parse_args()
-    start = time.perf_counter()
-    checkout = open_checkout(options.checkout)
+    checkout = open_checkout()
     import torch
     from torch.nn import functional
 
@@ -80,7 +74,7 @@ def main() -> None:
         differences["paired" if paired else "plain"] = max(
             float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results)
         )
-    report("modded-nanogpt", start, checkout, largest_relative_difference=differences)
+    report("modded-nanogpt", checkout, largest_relative_difference=differences)
     if max(differences.values()) > (2e-2 if device == "cuda" else 1e-4):
         raise SystemExit("expected the results of one call per document")
 

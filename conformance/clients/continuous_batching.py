@@ -1,23 +1,30 @@
 """Tokens per second of `generate_batch` of transformers, with random weights.
 
-`python clients/continuous_batching.py --attention scree_flash2 --model llama` runs one
+`python conformance/clients/continuous_batching.py --attention scree_flash2 --model llama` runs one
 implementation. The peers are transformers' own paths: `sdpa`, and its path for FlashAttention with
-the functions of FlashAttention 4 (`fa4_flash2`), where they are installed.
+the functions of FlashAttention 4 (`fa4_flash2`), where they are installed, or with the kernels of
+FlashAttention 2 in PyTorch (`fa2_flash2`). These have no pages, so that path has no block tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import json
-import random
 import time
-from pathlib import Path
 from typing import Any
 
-from common import equal_prefix, log_normal_lengths, report
+from common import (
+    add_generation_arguments,
+    compare_tokens,
+    log_normal_lengths,
+    random_prompts,
+    report,
+)
+from flash_peers import peer_functions
 
 VOCABULARY = 32000
+#: Names of implementations -> names of `peer_functions`.
+PEERS = {"fa2_flash2": "torch", "fa4_flash2": "fa4"}
 MODELS: dict[str, dict[str, Any]] = {
     # the sizes of Llama 3.2 1B and of Gemma 3 1B, with a smaller vocabulary
     "llama": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
@@ -33,76 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def register_fa4(name: str) -> None:
-    """Give transformers the functions of FlashAttention 4 for its own path of FlashAttention."""
-    import torch
+def register_peer(name: str, peer: str) -> None:
+    """Give transformers the functions of a peer for its own path of FlashAttention."""
     import transformers
-    from flash_attn.cute import flash_attn_varlen_func as run
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations.flash_paged import paged_attention_forward
 
-    def window(sizes: Any) -> Any:
-        return tuple(None if size < 0 else size for size in sizes)
-
-    def varlen(
-        q: Any,
-        k: Any,
-        v: Any,
-        cu_q: Any,
-        cu_k: Any,
-        max_q: int,
-        max_k: int,
-        softmax_scale: float,
-        causal: bool,
-        window_size: Any,
-        **unused: Any,
-    ) -> Any:
-        out = run(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window(window_size),
-        )
-        return out[0] if isinstance(out, tuple) else out
-
-    def kvcache(
-        q: Any,
-        k_cache: Any,
-        v_cache: Any,
-        k: Any,
-        v: Any,
-        cache_seqlens: Any,
-        block_table: Any,
-        softmax_scale: float,
-        causal: bool,
-        window_size: Any,
-        **unused: Any,
-    ) -> Any:
-        size = k_cache.shape[1]
-        places = cache_seqlens.clamp(min=0).to(torch.int64)
-        pages = block_table.gather(1, (places // size)[:, None])[:, 0].to(torch.int64)
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache.index_put_((pages, places % size), new[:, 0])  # page -1 is never read
-        out = run(
-            q,
-            k_cache,
-            v_cache,
-            page_table=block_table.clamp(min=0),
-            seqused_k=cache_seqlens + 1,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window(window_size),
-        )
-        return out[0] if isinstance(out, tuple) else out
-
     load = utils._lazy_imports
-    functions = None, varlen, kvcache, utils._pad_input, utils._unpad_input
+    functions = None, *peer_functions(peer), utils._pad_input, utils._unpad_input
 
     def load_functions(implementation: Any, *args: Any, **kwargs: Any) -> Any:
         is_ours = (implementation or "").removeprefix("paged|") == name
@@ -117,15 +62,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--attention", default="scree_flash2")
     parser.add_argument("--model", choices=MODELS, default="tiny-llama")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--median", type=int, default=20)
     parser.add_argument("--longest", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--warmup-tokens", type=int, default=4)
-    parser.add_argument("--write", help="file for the tokens")
-    parser.add_argument("--compare", help="file with the tokens of another run")
+    add_generation_arguments(parser, tokens=8)
     options = parser.parse_args()
-    start = time.perf_counter()
 
     import torch
     import transformers
@@ -134,8 +74,11 @@ def main() -> None:
 
     is_cuda = torch.cuda.is_available()
     name = options.attention
-    if name == "fa4_flash2":
-        register_fa4(name)
+    is_prefixed = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 19)
+    if name == "sdpa" and is_prefixed:  # the plain name would be replaced by FlashAttention
+        name = "paged|sdpa"
+    elif name in PEERS:
+        register_peer(name, PEERS[name])
     elif name == "scree":
         scree.bridges.transformers.register()
     elif name.startswith("scree"):
@@ -156,17 +99,13 @@ def main() -> None:
         if parameter.ndim > 1:  # larger weights: the next token depends on the tokens before it
             parameter.data *= 2
     lengths = log_normal_lengths(options.prompts, options.median, options.longest)
-    vocabulary = config.vocab_size
-
-    def prompts(seed: int) -> list[list[int]]:
-        generator = random.Random(seed)
-        return [[generator.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
-
     cb_options: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 64}
     if is_cuda:  # enough for all prompts; transformers allocates one block per group of layers
-        cb_options = {"num_blocks": 1536, "max_batch_tokens": 4096}
+        cb_options = {"num_blocks": 640, "max_batch_tokens": 4096}
         if len(set(getattr(config, "layer_types", None) or [])) > 1:
-            cb_options = {"num_blocks": 6144, "max_batch_tokens": 2048}
+            cb_options = {"num_blocks": 4096, "max_batch_tokens": 2048}
+    if name == "fa2_flash2":
+        cb_options["max_blocks_per_request"] = 0
     accepted = inspect.signature(transformers.ContinuousBatchingConfig).parameters
     if "auto_switch_to_flash" in accepted:
         cb_options["auto_switch_to_flash"] = False
@@ -177,7 +116,7 @@ def main() -> None:
         )
         begin = time.perf_counter()
         results = model.generate_batch(
-            prompts(seed), generation_config=generation, persistent_manager=True,
+            random_prompts(lengths, range(3, config.vocab_size), seed), generation_config=generation, persistent_manager=True,
             continuous_batching_config=transformers.ContinuousBatchingConfig(**cb_options),
         )  # fmt: skip
         seconds = time.perf_counter() - begin
@@ -195,14 +134,8 @@ def main() -> None:
     }  # fmt: skip
     if is_cuda:
         results["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
-    if options.write:
-        Path(options.write).write_text(json.dumps(tokens))
-    if options.compare and Path(options.compare).exists():
-        expected = json.loads(Path(options.compare).read_text())
-        results["equal_tokens"] = equal_prefix(expected, tokens)
-        results["equal_rows"] = sum(a == b for a, b in zip(expected, tokens))
-        results["equal_first_tokens"] = sum(a[:1] == b[:1] for a, b in zip(expected, tokens))
-    report("transformers generate_batch", start, **results)
+    results |= compare_tokens(options, tokens)
+    report("transformers generate_batch", **results)
     model.destroy_cached_continuous_batching_manager()
 
 

@@ -1,24 +1,18 @@
 """torchtitan's Llama 3 debug model with its backend `varlen`, on packed documents.
 
-`python clients/torchtitan.py CHECKOUT` gives the model `varlen_attn` of scree, and compares losses
+`python conformance/clients/torchtitan.py CHECKOUT` gives the model `varlen_attn` of scree, and compares losses
 and gradients with the model on one document at a time. The layer computes in bfloat16.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from typing import Any
 
 from common import open_checkout, report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkout")
-    options = parser.parse_args()
-    start = time.perf_counter()
-    checkout = open_checkout(options.checkout)
+    checkout = open_checkout()
     import torch
     from torchtitan.models.common import attention
     from torchtitan.models.llama3 import model_registry
@@ -57,7 +51,7 @@ def main() -> None:
         float((a - b).norm() / b.norm()) for a, b in zip(gradients, expected_gradients)
     )
     report(
-        "torchtitan", start, checkout, losses=[round(packed, 6), round(expected, 6)],
+        "torchtitan", checkout, losses=[round(packed, 6), round(expected, 6)],
         largest_relative_difference_of_gradients=difference,
     )  # fmt: skip
     if abs(packed - expected) > 1e-3 or difference > 3e-2:

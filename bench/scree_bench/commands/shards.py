@@ -1,0 +1,178 @@
+"""`shards`: attention and training over several GPUs, or over processes on the CPU."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import plots
+from ..libraries import resolve_device
+from ..options import Device, Out, Quick, parse_numbers, parse_words
+from ..results import Result
+from ..session import Session
+
+#: Divisor of all lengths, and query heads, key heads and head dimension, by device and --quick.
+SCALES = {("cuda", False): 1, ("cuda", True): 16, ("cpu", False): 32, ("cpu", True): 256}
+HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}
+SIZE = {"cuda": "124m", "cpu": "tiny"}
+PARTS = ("attention", "balance")
+MODEL_BATCHES = ("packed", "one document")
+
+
+def command(
+    world: Annotated[
+        int, typer.Option(min=2, help="Processes, one per GPU; the batches are cut over them.")
+    ] = 2,
+    parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}.")] = ",".join(PARTS),
+    batches: Annotated[
+        str, typer.Option(help="Numbers of the batches for attention, from 0; all by default.")
+    ] = "",
+    model: Annotated[
+        bool,
+        typer.Option("--model", help="Also train a model, data parallel and context parallel."),
+    ] = False,
+    size: Annotated[
+        str, typer.Option(help="Model of --model and of balance: 124m on CUDA, tiny on the CPU.")
+    ] = "",
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Checkout of ring-flash-attention: its zigzag and llama3 forms are timed too.",
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds to measure each contender.")] = 0.5,
+    device: Device = "auto",
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """Measure attention and training over several GPUs, relative to one GPU.
+
+    A sample is the time of the slowest process. On GPUs a collective on the devices lets all
+    devices begin together, after the hosts have launched the call. The efficiency is the time of
+    one device, divided by the number of devices and by the time of the sample. One device attends
+    to the whole rows; its time is the mean over the devices, which run at the same time.
+
+    The balance is the compute time of the slowest process relative to the mean of the processes,
+    per window of batches and before any collective.
+    """
+    with Session("shards", locals(), resolve_device(device)) as session:
+        if find_spec("torch") is None:
+            return session.leave_out("shards", "needs PyTorch, which is not installed")
+        import torch
+
+        from ..shard_workers import Job
+        from ..shard_workers import batches as make_batches
+
+        count = torch.cuda.device_count()
+        if session.device == "cuda" and count < world:
+            return session.leave_out(f"{world} processes", f"there are {count} GPUs")
+        scale = SCALES[session.device, quick]
+        chosen = parse_words(parts, "--parts", PARTS)
+        names = [batch.name for batch in make_batches(scale)]
+        if batches:
+            numbers = parse_numbers(batches, "--batches", least=0)
+            if max(numbers) >= len(names):
+                raise typer.BadParameter(
+                    f"--batches: expected numbers below {len(names)}, got {batches!r}"
+                )
+            names = [names[i] for i in numbers]
+        sequence = [f"attention: {name}" for name in names if "attention" in chosen]
+        sequence += ["balance"] if "balance" in chosen else []
+        sequence += [f"model: {name}" for name in MODEL_BATCHES if model]
+        # A peer that hangs ends the processes.
+        sequence += [f"peers: {name}" for name in names if peers and "attention" in chosen]
+        job = Job(
+            session.device,
+            tuple(sequence),
+            scale,
+            HEADS[session.device],
+            str(peers or ""),
+            size or SIZE[session.device],
+            seconds / 10 if quick else seconds,
+            2 if quick else 8,
+        )
+        _measure(session, world, job)
+    return None
+
+
+def _measure(session: Session, world: int, job: Any) -> None:
+    """Run the processes, and add their lines to the results as they are written."""
+    import torch.multiprocessing as processes
+
+    from ..shard_workers import worker
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = processes.spawn(
+            worker, (world, job, folder), nprocs=world, join=False, daemon=True
+        )
+        lines = _lines(context, Path(folder) / "lines-0")
+        try:
+            for part in session.track(job.parts):
+                for line in lines:
+                    _add(session, world, line)
+                    if line.get("done") == part:
+                        break
+            context.join()
+        # A process that ends with an error is a result.
+        except Exception as error:
+            session.leave_out("the rest", " ".join(str(error).split())[-300:])
+        # After an interrupt too.
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _lines(context: Any, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file until the processes end; raise if one ends with an error."""
+    position, has_ended = 0, False
+    while not has_ended:
+        error = None
+        try:
+            has_ended = context.join(timeout=0.2)
+        # The lines before the error are results.
+        except Exception as caught:
+            error = caught
+        text = path.read_text(encoding="utf-8")[position:] if path.exists() else ""
+        end = text.rfind("\n") + 1
+        position += end
+        yield from map(json.loads, text[:end].splitlines())
+        if error is not None:
+            raise error
+
+
+def _add(session: Session, world: int, line: dict[str, Any]) -> None:
+    if "left_out" in line:
+        session.leave_out(*line["left_out"])
+    if "done" in line:
+        seconds: dict[str, float] = session.result.extra.setdefault("part_seconds", {})
+        seconds[line["done"]] = line["seconds"]
+    if "who" not in line:
+        return
+    row = session.row({**line["case"], "processes": world, "device": session.device}, line["who"])
+    for name, value in line["values"].items():
+        if isinstance(value, list):
+            row.add(name, value)
+        else:
+            row.values[name] = value
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """Return the picture of the time of a step by batch."""
+    rows = [row for row in result.rows if "step_s" in row.values]
+    title = "Forward and backward pass, or step of training, less is better"
+
+    def paint(figure: Any) -> None:
+        groups = plots.grouped(rows, "step_s", plots.labels(rows, "rows", "model"))
+        plots.bars(figure.subplots(), groups, "step_s", title, apart=True)
+
+    return {"shards": paint} if rows else {}

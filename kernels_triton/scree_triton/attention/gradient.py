@@ -1,0 +1,29 @@
+"""Gradients of attention to a part of the keys, by the backward kernels of attention."""
+
+from typing import Any
+
+import torch
+
+from . import interface
+from .launch_configs import VarlenLayout
+
+
+def rejects(call: Any) -> str | None:
+    """Return why the kernels cannot serve an `AttentionGradientCall`; None if they can."""
+    attention = call.attention
+    if attention.dropout or attention.alibi_slopes is not None:
+        return "the Triton kernels compute gradients of parts without dropout and ALiBi slopes"
+    return interface.rejects(attention)
+
+
+def attention_gradient(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute an `AttentionGradientCall`."""
+    q, k, v = (x.values for x in (call.attention.q, call.attention.k, call.attention.v))
+    q_layout, k_layout = call.attention.q.layout, call.attention.k.layout
+    longest = max(q_layout.max_length_bound, k_layout.max_length_bound)
+    cache = q_layout.pair_cache(k_layout)
+    layout = VarlenLayout(q_layout.offsets, k_layout.offsets, cache, longest)
+    spec = interface.call_spec(call.attention)
+    lse = call.lse.t().contiguous()
+    dlse = None if call.dlse is None else call.dlse.t()
+    return interface.attention_backward(call.dout, q, k, v, call.out, lse, layout, spec, dlse)

@@ -1,0 +1,43 @@
+"""The kernels for JAX on CUDA: the kernels that serve PyTorch, launched by custom calls of jaxlib.
+
+Importing this package imports neither JAX, nor torch, nor Triton. The kernels need torch beside
+Triton, for the code that chooses and allocates; torch needs no CUDA.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+#: The name of the kernels, which differs from the name of the kernels for torch: a registration
+#: replaces the one of the same name.
+PROVIDER = "triton_jax"
+
+
+def register() -> None:
+    """Register the kernels with scree, if they can run.
+
+    scree calls this function through the entry-point group ``scree.kernels``. The kernels need a
+    CUDA device of JAX, and Triton and torch.
+    """
+    if not (find_spec("triton") and find_spec("torch")):
+        return
+    import jax
+    import jaxlib.gpu_triton as plugin  # registers the custom call
+
+    from scree import register_kernel
+
+    gpu = None
+    if jax.default_backend() == "gpu":
+        gpu = jax.local_devices()[0]
+    if gpu is None or "triton_kernel_call_ffi" not in _targets(plugin):
+        return
+    devices = import_module(".devices", __name__)
+    devices.describe_gpu(gpu, hasattr(plugin, "create_tma_descriptor_parameter"))
+    kernels = import_module(".attention", __name__)
+    register_kernel("attention", provider=PROVIDER, rejects=kernels.rejects, note=kernels.note)(
+        kernels.attention
+    )
+
+
+def _targets(plugin: object) -> object:
+    cuda = getattr(plugin, "_cuda_triton", None)
+    return cuda.registrations() if cuda else ()

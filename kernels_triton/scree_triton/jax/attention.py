@@ -1,0 +1,207 @@
+"""Attention for JAX: the kernels that serve PyTorch, launched by custom calls.
+
+The launch configs of PyTorch choose kernels, tiles and grids. Their launches are recorded on tensors
+without data while JAX lowers a function for CUDA. Shapes and the options of the call are static; the
+offsets are not, so one compiled function serves all offsets of one shape.
+
+The two primitives, forward and backward, have a lowering for CUDA and one for the other platforms,
+which runs the loops of `scree.providers.jax_attention`.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scree.providers import jax_attention as loops
+
+from ..attention.interface import make_spec, rejects_kind
+from ..attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
+from ..attention.tile_scheduler import UNBOUNDED
+from ..runtime.device import device_info
+from ..runtime.recording import record
+from .devices import capability, rejects_arrays
+from .triton_call import TORCH_DTYPES, meta, run_recording
+
+_VMAP = (
+    "the Triton kernels for JAX run under no jax.vmap: a ragged array is a batch already; "
+    "concatenate the batches, or pass kernel='loops'"
+)
+
+
+class Static(NamedTuple):
+    """The static part of a call; a function is compiled for each value."""
+
+    spec: AttentionSpec
+    same_offsets: bool
+    """Whether the rows of queries and keys have the same offsets, which are then passed once."""
+    max_seqlen: int
+    return_lse: bool
+    """Whether the log-sum-exp may have a gradient."""
+    loops: loops.Options
+
+
+def rejects(call: Any) -> str | None:
+    """Return why the kernels cannot serve `call`, from host metadata only; None if they can."""
+    arrays = q, k, v = call.q.values, call.k.values, call.v.values
+    if reason := rejects_arrays(*arrays, call.q.offsets, call.k.offsets):
+        return reason
+    if not q.ndim == k.ndim == v.ndim == 3:
+        return "the Triton kernels take values of shape (total, num_heads, head_dim)"
+    if any(np.dtype(x.dtype) not in TORCH_DTYPES for x in arrays):
+        return f"the Triton kernels take float16, bfloat16 and float32, not {q.dtype}"
+    dtypes: Any = tuple(TORCH_DTYPES[np.dtype(x.dtype)] for x in arrays)
+    sizes = q.shape[0], k.shape[0], call.q.offsets.shape[0] - 1
+    if 0 in sizes:
+        return "the Triton kernels for JAX need at least one token and one row"
+    if reason := rejects_kind(dtypes, (q.shape[2], v.shape[2]), sizes):
+        return reason
+    if call.alibi_slopes is not None:
+        return "the Triton kernels for JAX have no ALiBi"
+    if call.dropout:
+        return "the Triton kernels for JAX have no dropout"
+    if not call.scale > 0:
+        return f"the Triton kernels need a positive scale, not {call.scale}"
+    return None
+
+
+def attention(call: Any) -> Any:
+    """Compute attention of a call that `rejects` accepts."""
+    q, k = call.q, call.k
+    spec = make_spec(call.causal, *call.window, call.scale, call.softcap)
+    bound = max(x.layout.max_length_bound for x in (q, k))
+    # Powers of two, so that slightly longer rows reuse the compiled function.
+    max_seqlen = UNBOUNDED if bound >= UNBOUNDED else 1 << max(bound - 1, 0).bit_length()
+    static = Static(
+        spec, k.offsets is q.offsets, max_seqlen, call.return_lse, loops.make_options(call)
+    )
+    out, lse = _attend(static, q.values, k.values, call.v.values, q.offsets, k.offsets)
+    return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)
+
+
+def _offsets(static: Static, q_offsets: Any, k_offsets: Any) -> tuple[Any, ...]:
+    return (q_offsets,) if static.same_offsets else (q_offsets, k_offsets)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    static: Static, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
+) -> tuple[Any, Any]:
+    """Return the output (total, heads, value_dim) and the log-sum-exp (total, heads)."""
+    return _attend_forward(static, q, k, v, q_offsets, k_offsets)[0]
+
+
+def _attend_forward(
+    static: Static, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
+) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+    offsets = _offsets(static, q_offsets, k_offsets)
+    out, lse = _forward_primitive.bind(q, k, v, *offsets, static=static)
+    return (out, lse.T), (q, k, v, *offsets, out, lse)
+
+
+def _attend_backward(static: Static, residuals: tuple[Any, ...], grads: tuple[Any, Any]) -> Any:
+    *_, out, _ = residuals
+    out_grad, lse_grad = grads
+    grads_of_results = [out_grad.astype(out.dtype), *([lse_grad.T] if static.return_lse else [])]
+    gradients = _backward_primitive.bind(*residuals, *grads_of_results, static=static)
+    return *gradients, None, None
+
+
+_attend.defvjp(_attend_forward, jax.jit(_attend_backward, static_argnums=0))
+_attend = jax.jit(_attend, static_argnums=0)
+
+
+# --- The launches
+def _layout(static: Static, offsets: list[torch.Tensor]) -> VarlenLayout:
+    return VarlenLayout(offsets[0], offsets[-1], None, static.max_seqlen)
+
+
+def _forward_kernels(q: Any, k: Any, v: Any, *offsets: Any, static: Static) -> list[Any]:
+    arrays = q, k, v, *offsets
+    tensors = [meta(x) for x in arrays]
+    with record() as recording:
+        layout = _layout(static, tensors[3:])
+        config = get_launch_config(*tensors[:3], layout, static.spec, 0)
+        out, lse = config.forward(*tensors[:3], None, layout, static.spec)
+    return run_recording(recording, capability(), list(zip(tensors, arrays)), (out, lse))
+
+
+def _backward_kernels(*arrays: Any, static: Static) -> list[Any]:
+    tensors = [meta(x) for x in arrays]
+    q, k, v, offsets, out, lse, out_grad, lse_grad = _split(static, tensors)
+    with record() as recording:
+        layout = _layout(static, offsets)
+        config = get_launch_config(q, k, v, layout, static.spec, 0)
+        grads = config.backward(q, k, v, None, out, lse, out_grad, lse_grad, layout, static.spec)
+    return run_recording(recording, capability(), list(zip(tensors, arrays)), grads)
+
+
+def _split(static: Static, arrays: list[Any]) -> tuple[Any, ...]:
+    """Return the arguments of the backward pass: offsets in a list, and None without `lse_grad`."""
+    q, k, v, *others = arrays
+    lse_grad = others.pop() if static.return_lse else None
+    *offsets, out, lse, out_grad = others
+    return q, k, v, offsets, out, lse, out_grad, lse_grad
+
+
+# --- The primitives
+def _forward_loops(q: Any, k: Any, v: Any, *offsets: Any, static: Static) -> list[Any]:
+    (out, lse), _ = loops.forward(static.loops, q, k, v, offsets[0], offsets[-1])
+    return [out, lse.T]
+
+
+def _backward_loops(*arrays: Any, static: Static) -> list[Any]:
+    q, k, v, offsets, out, lse, out_grad, lse_grad = _split(static, list(arrays))
+    lse_grad = jnp.zeros_like(lse) if lse_grad is None else lse_grad
+    residuals = q, k, v, offsets[0], offsets[-1], out, lse.T[..., None]
+    return list(loops.backward(static.loops, residuals, (out_grad, lse_grad.T))[:3])
+
+
+def _forward_types(q: Any, k: Any, v: Any, *_: Any, static: Static) -> list[Any]:
+    total, heads, _ = q.shape
+    # Derived from q, so that they vary over the same axes of a mesh under shard_map.
+    out = q.update(shape=(total, heads, v.shape[2]), weak_type=False)
+    sharding = NamedSharding(q.sharding.mesh, PartitionSpec(None, None))
+    return [out, out.update(shape=(heads, total), dtype=np.dtype("float32"), sharding=sharding)]
+
+
+def _backward_types(q: Any, k: Any, v: Any, *_: Any, static: Static) -> list[Any]:
+    return [q, k, v]
+
+
+def _refuse_vmap(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(_VMAP)
+
+
+def _define(name: str, types: Any, kernels: Any, others: Any) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(types)
+    primitive.def_impl(
+        lambda *arrays, static: jax.jit(partial(primitive.bind, static=static))(*arrays)
+    )
+    mlir.register_lowering(primitive, mlir.lower_fun(others, multiple_results=True))
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(kernels, multiple_results=True), platform="cuda"
+    )
+    batching.primitive_batchers[primitive] = _refuse_vmap
+    return primitive
+
+
+_forward_primitive = _define(
+    "scree_attention_forward", _forward_types, _forward_kernels, _forward_loops
+)
+_backward_primitive = _define(
+    "scree_attention_backward", _backward_types, _backward_kernels, _backward_loops
+)
+
+
+def note(call: Any) -> str | None:
+    """Return why no kernel for Hopper runs on a Hopper GPU; None if one does."""
+    return device_info(torch.device("meta")).note

@@ -1,0 +1,244 @@
+"""Shards of JAX arrays inside of `jax.shard_map`, with shapes that are equal on all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..array import Array
+from ..checks import check_whole
+from ..layout import Layout, RowCut
+from ..ops.attention import AttentionCall
+from .cut import Cut
+from .pieces import Pieces
+
+
+class Group:
+    """The devices of a mesh of one axis.
+
+    Attributes
+    ----------
+    group
+        The mesh.
+    size
+        Number of devices.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        if len(mesh.axis_names) != 1:
+            raise ValueError(
+                f"mesh: expected one axis, got {mesh.axis_names}; make a Mesh of the devices of one axis"
+            )
+        self.group, self.size = mesh, int(mesh.size)
+        self._axis = mesh.axis_names[0]
+
+    @property
+    def rank(self) -> Any:
+        """Index of this device, inside of `jax.shard_map`."""
+        return jax.lax.axis_index(self._axis)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of arrays whose first axis has the tokens of all devices."""
+        return NamedSharding(self.group, PartitionSpec(self._axis))
+
+    def all_gather(self, x: Any) -> Any:
+        """Return (size, ...) the equally shaped arrays of all devices."""
+        return jax.lax.all_gather(x, self._axis)
+
+    def all_sum(self, x: Any) -> Any:
+        """Return the sum over all devices, without gradient."""
+        return jax.lax.psum(jax.lax.stop_gradient(x), self._axis)
+
+    def outside_of_graphs(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function, which JAX traces."""
+        return function(*arguments)
+
+    def without_gradient(self, x: Any) -> Any:
+        """Return the array as a constant."""
+        return jax.lax.stop_gradient(x)
+
+
+class ShardCut(RowCut):
+    """The pieces of the rows of a batch that each device holds; static, without arrays of devices.
+
+    Every device has `capacity` tokens, the last ones of which may belong to no row, and as many
+    pieces, the last ones of which may be empty.
+    """
+
+    def __init__(self, whole: Layout, group: Group, pieces: Pieces) -> None:
+        self.group, self.pieces = group, pieces
+        self.lengths = np.diff(whole.read_offsets()).astype(np.int64)
+        self.whole = Layout.from_host_lengths(whole.backend, self.lengths, like=whole.offsets)
+        self.is_cut = bool((pieces.lengths != self.lengths[pieces.rows]).any())
+        ranks = range(group.size)
+        own = [pieces.select(pieces.ranks == rank) for rank in ranks]
+        tokens = [int(x.lengths.sum()) for x in own]
+        self.capacity, num_pieces = max(1, *tokens), max(1, *(x.rows.size for x in own))
+        shape = group.size, num_pieces
+        # (devices, pieces) tables of the pieces.
+        self.piece_lengths, self.starts, self.rows = (np.zeros(shape, np.int64) for _ in range(3))
+        self.row_lengths = np.zeros((group.size, self.lengths.size), np.int64)
+        # (tokens,) index of each token of the whole rows among the tokens of all devices.
+        self.slots = np.zeros(self.whole.total, np.int64)
+        first = np.cumsum(self.lengths) - self.lengths
+        for rank, x in enumerate(own):
+            count = x.rows.size
+            self.piece_lengths[rank, :count] = x.lengths
+            self.starts[rank, :count], self.rows[rank, :count] = x.starts, x.rows
+            np.add.at(self.row_lengths[rank], x.rows, x.lengths)
+            before = np.cumsum(x.lengths) - x.lengths
+            index = np.repeat(first[x.rows] + x.starts - before, x.lengths) + np.arange(
+                tokens[rank]
+            )
+            self.slots[index] = rank * self.capacity + np.arange(tokens[rank])
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the same rows are cut alike over the same devices."""
+        if isinstance(other, LocalCut):
+            other = other.outer
+        return self is other or (
+            isinstance(other, ShardCut)
+            and self.group.group == other.group.group
+            and np.array_equal(self.lengths, other.lengths)
+            and np.array_equal(self.pieces.stops, other.pieces.stops)
+            and np.array_equal(self.pieces.ranks, other.pieces.ranks)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def make_layout(self) -> Layout:
+        """Return the layout of shards."""
+        whole = self.whole
+        layout = Layout(whole.backend, whole.offsets, self.capacity, whole.max_length)
+        layout.cut = self
+        return layout
+
+    def token_index(self) -> np.ndarray:
+        """Return the token of the whole rows that each token of all devices is, or 0 in tails."""
+        index = np.zeros(self.group.size * self.capacity, np.int64)
+        index[self.slots] = np.arange(self.slots.size)
+        return index
+
+    @property
+    def positions(self) -> Any:
+        """(capacity,) position of each token of this device in its whole row."""
+        return LocalCut(self).positions
+
+    def run(self, *arguments: Any) -> Any:
+        """Run an operation whose first array is a shard; see `RowCut`."""
+        return LocalCut(self).run(*arguments)
+
+    def call(self, *arguments: Any) -> Any:
+        """Call a function of the standard on shards; see `RowCut`."""
+        return LocalCut(self).call(*arguments)
+
+    def unshard(self, values: Any) -> Any:
+        """Return the values of the whole rows, of all devices or of one device in `shard_map`."""
+        if values.shape[0] != self.group.size * self.capacity:
+            values = self.group.all_gather(values).reshape(-1, *values.shape[1:])
+        else:
+            values = jax.device_put(values, NamedSharding(self.group.group, PartitionSpec()))
+        return jnp.take(values, jnp.asarray(self.slots), axis=0)
+
+
+class LocalCut(Cut):
+    """The pieces of the device on which a traced function runs."""
+
+    def __init__(self, outer: ShardCut) -> None:
+        self.outer, self.whole, self.pieces = outer, outer.whole, outer.pieces
+        self.group: Any = outer.group
+        self.is_cut, self.exchange = outer.is_cut, None
+        self.plain = self._layout(outer.row_lengths)
+        self.piece_layout = self._layout(outer.piece_lengths)
+        self._starts, self._rows = self._own(outer.starts), self._own(outer.rows)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the same rows are cut alike over the same devices."""
+        return bool(self.outer == other)
+
+    __hash__ = None
+
+    def _own(self, table: np.ndarray) -> Any:
+        """Return the row of a table that belongs to this device."""
+        return jnp.asarray(table, self.whole.offsets.dtype)[self.group.rank]
+
+    def _layout(self, lengths: np.ndarray, total: int | None = None) -> Layout:
+        """Return a layout with this device's row of a table of lengths."""
+        ends = np.cumsum(lengths, axis=1)
+        offsets = self._own(np.concatenate([np.zeros_like(ends[:, :1]), ends], axis=1))
+        longest = int(lengths.max(initial=0))
+        total = self.outer.capacity if total is None else total
+        return Layout(self.whole.backend, offsets, total, longest)
+
+    def _attention(
+        self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    ) -> Any:
+        layout = arrays["q"].layout
+        if options["dropout"]:
+            check_whole("dropout", layout)
+        plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
+        call = AttentionCall(**plain, **options)
+        left, right = call.window
+        if right not in (0, None) or (left is not None and right is None):
+            raise ValueError(
+                f"window: expected no bound after the query, or causal=True, for shards of JAX, got {call.window}; "
+                "use scree.distributed.unshard first"
+            )
+        if call.alibi_slopes is not None:
+            raise ValueError("alibi_slopes: expected None for shards of JAX, got slopes")
+        key_lengths, index = self._keys(left, right)
+        keys = self._layout(key_lengths, index.shape[1])
+        own = self._own(index)
+        k, v = (
+            jnp.take(self.group.all_gather(x.values).reshape(-1, *x.values.shape[1:]), own, axis=0)
+            for x in (call.k, call.v)
+        )
+        parts = {
+            "q": Array.from_layout(call.q.values, self.piece_layout),
+            "k": Array.from_layout(k, keys),
+            "v": Array.from_layout(v, keys),
+            "alibi_slopes": None,
+        }
+        result = operation.run(parts, options, kernel)
+        shards = [
+            Array.from_layout(x.values, layout) for x in (result if call.return_lse else [result])
+        ]
+        return tuple(shards) if call.return_lse else shards[0]
+
+    def _keys(self, left: int | None, right: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of keys of each piece, and where they are among all tokens.
+
+        (devices, pieces) and (devices, keys), the last of which may belong to no piece.
+        """
+        outer = self.outer
+        first_of_row = np.cumsum(outer.lengths) - outer.lengths
+        lengths = np.zeros_like(outer.piece_lengths)
+        indices: list[list[np.ndarray]] = []
+        for rank in range(self.group.size):
+            indices.append([np.zeros(0, np.int64)])
+            for i, length in enumerate(outer.piece_lengths[rank].tolist()):
+                if not length:
+                    continue
+                row, start = int(outer.rows[rank, i]), int(outer.starts[rank, i])
+                low = 0 if left is None else max(0, start - left)
+                high = start + length if right == 0 else int(outer.lengths[row])
+                lengths[rank, i] = high - low
+                first = int(first_of_row[row])
+                indices[rank].append(outer.slots[first + low : first + high])
+        joined = [np.concatenate(parts) for parts in indices]
+        index = np.zeros((self.group.size, max(1, *(x.size for x in joined))), np.int64)
+        for rank, x in enumerate(joined):
+            index[rank, : x.size] = x
+        return lengths, index
+
+
+def shard_values(values: Any, cut: ShardCut) -> Any:
+    """Return the tokens of all devices, divided over the devices of the mesh."""
+    taken = jnp.take(jnp.asarray(values), jnp.asarray(cut.token_index()), axis=0)
+    return jax.device_put(taken, cut.group.sharding)

@@ -1,0 +1,127 @@
+"""A sharded checkpoint of two processes continues on one and on four, with the same losses."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import scree
+from scree.data import TokenBudgetSampler, collate
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 1, 160).astype(int), 2, 64)
+#: Batches per optimizer step, of all processes together; steps before and after the checkpoint.
+WINDOW, BEFORE, AFTER = 4, 3, 3
+
+
+class Model(torch.nn.Module):
+    """One layer of attention over embeddings, and a classifier of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.qkv = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 48)
+        self.head = torch.nn.Linear(16, 50)
+
+    def forward(self, ids: scree.Array) -> torch.Tensor:
+        x = self.qkv(self.embedding(ids.values)).unflatten(1, (3, 2, 8))
+        q, k, v = (ids.with_values(part) for part in x.unbind(1))
+        out = scree.attention(q, k, v, causal=True)
+        logits = ids.with_values(self.head(out.values.flatten(1)))
+        return scree.cross_entropy(logits, scree.shift(ids, -1, fill_value=-100), reduction="sum")
+
+
+class Run:
+    """A training run of one process in a group, or of a single process without a group."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group, self.num_ranks, rank = group, 1, 0
+        self.model: Any = Model()
+        if group is not None:
+            self.num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+            fully_shard(self.model, mesh=dist.device_mesh.DeviceMesh.from_group(group, "cpu"))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.sampler = TokenBudgetSampler(
+            LENGTHS,
+            96,
+            rank=rank,
+            num_ranks=self.num_ranks,
+            cost=(100, 1),
+            window=WINDOW // self.num_ranks,
+        )
+
+    def train(self, steps: int) -> list[float]:
+        """Return the loss of each step."""
+        window, losses = WINDOW // self.num_ranks, []
+        batches = iter(self.sampler)
+        for _ in range(steps):
+            rows = list(islice(batches, window))
+            step = [collate([torch.arange(LENGTHS[i]) % 50 for i in batch]) for batch in rows]
+            sums = torch.tensor([0.0, sum(x.total_length - x.batch_size for x in step)])
+            if self.group is not None:
+                dist.all_reduce(sums, group=self.group)
+            for ids in step:
+                loss = self.model(ids)
+                (loss * self.num_ranks / sums[1]).backward()
+                sums[0] += loss.detach()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total = sums[:1].clone()
+            if self.group is not None:
+                dist.all_reduce(total, group=self.group)
+            losses.append(float(total / sums[1]))
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        """Return the sharded state of the run."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "sampler": self.sampler.state_dict()}
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint of any number of processes."""
+        state = self.state()
+        dcp.load(state, checkpoint_id=path, process_group=self.group, no_dist=self.group is None)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.sampler.load_state_dict(state["sampler"])
+
+
+def work(rank: int, folder: Path) -> None:
+    """Save in a group of two processes; load in a group of four, and in one process."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    losses, two = {}, dist.new_group([0, 1])
+    if rank < 2:
+        run = Run(two)
+        run.train(BEFORE)
+        dcp.save(run.state(), checkpoint_id=folder / "checkpoint", process_group=two)
+        losses[2] = run.train(AFTER)
+    dist.barrier()
+    for size, group in ((4, dist.group.WORLD), (1, None)):
+        if rank < size:
+            run = Run(group)
+            run.load(folder / "checkpoint")
+            losses[size] = run.train(AFTER)
+    if rank == 0:
+        losses[0] = Run().train(1)
+        torch.save(losses, folder / "losses.pt")
+    dist.destroy_process_group()
+
+
+def test_checkpoint_of_two_processes_continues_on_one_and_on_four(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(work, (tmp_path,), 4)
+    losses = torch.load(tmp_path / "losses.pt")
+    np.testing.assert_allclose(losses[1], losses[2], rtol=1e-5)
+    np.testing.assert_allclose(losses[4], losses[2], rtol=1e-5)
+    # The checkpoint has trained parameters.
+    assert losses[2][0] < losses[0][0] - 0.05
