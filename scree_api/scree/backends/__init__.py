@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from threading import RLock
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -158,6 +159,13 @@ class Backend:
         """Return whether two arrays are known to be on different devices."""
         a, b = self.device(x), self.device(y)
         return a is not None and b is not None and bool(a != b)
+
+
+def override(xp: Any, **functions: Callable[..., Any]) -> Any:
+    """Return the namespace `xp` with other functions for some names."""
+    module = ModuleType(xp.__name__, xp.__doc__)
+    vars(module).update(vars(xp), **functions)
+    return module
 
 
 #: Functions that run once per library, when its first array is passed to scree. `scree.providers`

@@ -5,7 +5,21 @@ from typing import Any
 import array_api_compat.dask.array as xp
 import numpy as np
 
-from . import Backend
+from . import Backend, override
+
+
+def _take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
+    axes = tuple(range(x.ndim))
+    axis = axes[axis]
+    # The sizes along the axis differ, so the axis of `x` has another number.
+    axes_of_x = tuple(x.ndim if dim == axis else dim for dim in axes)
+    return xp.blockwise(
+        np.take_along_axis,
+        *(axes, x, axes_of_x, indices, axes),
+        axis=axis,
+        concatenate=True,
+        dtype=x.dtype,
+    )
 
 
 def _peek(x: Any) -> None:
@@ -31,5 +45,11 @@ def _from_numpy(host: np.ndarray, dtype: Any, device: Any) -> Any:
 
 
 BACKEND = Backend(
-    "dask", xp, _peek, _read, device=_device, to_device=_to_device, from_numpy=_from_numpy
+    "dask",
+    override(xp, take_along_axis=_take_along_axis),
+    _peek,
+    _read,
+    device=_device,
+    to_device=_to_device,
+    from_numpy=_from_numpy,
 )

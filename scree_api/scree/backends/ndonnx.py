@@ -2,15 +2,24 @@
 
 from typing import Any
 
-import ndonnx as xp
+import ndonnx
 import numpy as np
 
-from . import UNREADABLE, Backend
+from . import UNREADABLE, Backend, override
+
+
+# The standard accepts indices of every integer dtype. ndonnx accepts only int64.
+def _take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
+    return ndonnx.take(x, indices.astype(ndonnx.int64, copy=False), axis=axis)
+
+
+def _take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
+    return ndonnx.take_along_axis(x, indices.astype(ndonnx.int64, copy=False), axis=axis)
 
 
 def _peek(x: Any) -> np.ndarray | None:
     try:
-        return x.unwrap_numpy()  # type: ignore[no-any-return]
+        return x.unwrap_numpy()
     except ValueError:  # the value depends on an argument of the graph
         return None
 
@@ -35,9 +44,15 @@ def _to_device(x: Any, device: Any) -> Any:
 
 
 def _from_numpy(host: np.ndarray, dtype: Any, device: Any) -> Any:
-    return xp.asarray(host, dtype=dtype)
+    return ndonnx.asarray(host, dtype=dtype)
 
 
 BACKEND = Backend(
-    "ndonnx", xp, _peek, _read, device=_device, to_device=_to_device, from_numpy=_from_numpy
+    "ndonnx",
+    override(ndonnx, take=_take, take_along_axis=_take_along_axis),
+    _peek,
+    _read,
+    device=_device,
+    to_device=_to_device,
+    from_numpy=_from_numpy,
 )
