@@ -100,7 +100,6 @@ def main() -> None:
 
     import scree
     import scree_triton
-    from scree.backends import backend_by_name
     from scree.dispatch import registry
     from scree_triton.attention import launch_configs
     from scree_triton.gemm import grouped
@@ -126,7 +125,6 @@ def main() -> None:
         (loss + lse.values.sum() if with_lse else loss).backward()
 
     with registry.isolated():
-        backend_by_name("torch")  # defines the operations of PyTorch
         scree_triton.find_spec, scree_triton._interpreted = lambda _: True, lambda: True
         scree_triton.register()
         for dtype in (torch.bfloat16, torch.float32):
