@@ -19,7 +19,7 @@ from typing import Any
 import scree
 
 from . import __version__, coverage, fuzz, loopback
-from .backends import LIBRARIES, load
+from .backends import LIBRARIES, PARTIAL_LIBRARIES, load
 from .bench import Bench, Rejected
 from .suite import cases
 from .table import Absent
@@ -40,14 +40,21 @@ class OutcomeCounts:
 
 
 def run(
-    backend: str, device: str | None = None, kernel: str | None = None, only: str = ""
+    backend: str,
+    device: str | None = None,
+    kernel: str | None = None,
+    only: str = "",
+    quick: bool = False,
 ) -> dict[str, OutcomeCounts]:
-    """Run every case whose name contains `only`, and return the outcomes per operation."""
+    """Run every case whose name contains `only`, and return the outcomes per operation.
+
+    With `quick`, run the first case of each operation, and no law.
+    """
     lib = load(backend, device)
     bench, results = Bench(lib, kernel), dict[str, OutcomeCounts]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about NaN and empty arrays
-        chosen = [case for case in cases(lib, kernel) if only in case.name]
+        chosen = [case for case in cases(lib, kernel, quick) if only in case.name]
         for done, case in enumerate(chosen):
             _show_progress(done, len(chosen), case.name)
             counts = results.setdefault(case.operation.name, OutcomeCounts())
@@ -148,12 +155,18 @@ def _main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scree_conformance", description=__doc__)
     parser.add_argument("--version", action="version", version=f"scree-conformance {__version__}")
     parser.add_argument(
-        "--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)"
+        "--backend",
+        choices=[*LIBRARIES, *PARTIAL_LIBRARIES],
+        default="numpy",
+        help="the library (default: numpy)",
     )
     parser.add_argument("--device", help="the device of the arrays, by the library's name for it")
     parser.add_argument("--kernel", help="run only operations that have kernels, on this provider")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only cases whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="only the first case of each operation, and no law"
     )
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="FILE.md or FILE.json; both without a suffix"
@@ -165,13 +178,15 @@ def _main(arguments: list[str]) -> int:
         help="put the outcome of each function into this JSON file",
     )
     options = parser.parse_args(arguments)
-    if options.coverage is not None and (options.only or options.kernel):
-        parser.error("--coverage: expected a run of all operations, without --only and --kernel")
+    if options.coverage is not None and (options.only or options.kernel or options.quick):
+        parser.error(
+            "--coverage: expected a run of all cases, without --only, --kernel and --quick"
+        )
     start = time.perf_counter()
     with ExitStack() as stack:
         if options.kernel == loopback.PROVIDER:
             stack.enter_context(loopback.registered())
-        results = run(options.backend, options.device, options.kernel, options.only)
+        results = run(options.backend, options.device, options.kernel, options.only, options.quick)
     totals = {
         outcome: sum(getattr(counts, outcome) for counts in results.values())
         for outcome in OUTCOMES
@@ -179,7 +194,8 @@ def _main(arguments: list[str]) -> int:
     device = f" on {options.device}" if options.device else ""
     kernel = f", kernel {options.kernel}" if options.kernel else ""
     summary = ", ".join(f"{count} {outcome}" for outcome, count in totals.items())
-    title = f"scree {scree.__version__}: {options.backend}{device}{kernel}: {summary}"
+    quick = ", quick" if options.quick else ""
+    title = f"scree {scree.__version__}: {options.backend}{device}{kernel}{quick}: {summary}"
     show(title, results)
     print(f"{time.perf_counter() - start:.0f} s")
     if options.report is not None:

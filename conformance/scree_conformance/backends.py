@@ -49,8 +49,8 @@ class Library:
     generator
         ``generator(seed)``: the generator or key of the library's random functions, or None.
     gaps
-        Missing function, or ``"function-dtype"`` -> reason. The case must fail, and the coverage
-        page shows the reason.
+        Missing function, ``"function-dtype"`` or extension -> reason. The case must fail, and the
+        coverage page shows the reason.
     jit
         ``jit(f)``: the compiled function of dense arrays, or None.
     grad
@@ -84,7 +84,8 @@ class Library:
 
     def gap(self, operation: str, dtype: str) -> str | None:
         """Return why the library lacks the function that an operation checks, or None."""
-        return self.gaps.get(f"{operation}-{dtype}") or self.gaps.get(operation)
+        names = f"{operation}-{dtype}", operation, operation.partition(".")[0]
+        return next((self.gaps[name] for name in names if name in self.gaps), None)
 
 
 def _widen(x: np.ndarray) -> np.ndarray:
@@ -254,6 +255,55 @@ def _strict(device: str | None, **flags: bool) -> Library:
     )
 
 
+def _dask(device: str | None) -> Library:
+    import array_api_compat.dask.array as xp
+
+    if device not in (None, "cpu"):
+        raise ValueError(f"device: expected 'cpu' for dask.array, got {device!r}")
+    missing = "cross det eig eigh eigvals eigvalsh matrix_power pinv slogdet"
+    factorizations = "cholesky inv matrix_rank qr solve svd svdvals"
+    return Library(
+        "dask",
+        {name: np.dtype(name) for name in _DTYPES if name != "bfloat16"},
+        lambda x, dtype: xp.asarray(x.astype(dtype)),
+        lambda x: _widen(np.asarray(x)),
+        host=False,
+        default_float="float64",
+        gaps={
+            "from_dlpack": "dask.array has no DLPack",
+            **dict.fromkeys(
+                ("broadcast_shapes", *(f"linalg.{name}" for name in missing.split())),
+                "dask.array has no such function",
+            ),
+            **dict.fromkeys(
+                (f"linalg.{name}" for name in factorizations.split()),
+                "dask.array factors only single matrices",
+            ),
+            **dict.fromkeys(
+                ("unique_all", "unique_inverse"),
+                "dask.array does not index an array whose size is not computed yet",
+            ),
+            **dict.fromkeys(
+                ("unique_counts", "unique_values"), "dask.array counts every NaN as one value"
+            ),
+        },
+    )
+
+
+def _ndonnx(device: str | None) -> Library:
+    import ndonnx as xp
+
+    if device not in (None, "cpu"):
+        raise ValueError(f"device: expected 'cpu' for ndonnx, got {device!r}")
+    return Library(
+        "ndonnx",
+        _dtypes_of(xp, _DTYPES),
+        lambda x, dtype: xp.asarray(x).astype(dtype),
+        lambda x: _widen(x.unwrap_numpy()),
+        default_float="float64",
+    )
+
+
 #: Name -> loader. The last library is array-api-strict with every optional feature switched off.
 LIBRARIES: dict[str, Callable[[str | None], Library]] = {
     "numpy": _numpy,
@@ -266,9 +316,13 @@ LIBRARIES: dict[str, Callable[[str | None], Library]] = {
     ),
 }
 
+#: Libraries that lack a part of the standard. The gaps are valid for the first case of each operation.
+PARTIAL_LIBRARIES: dict[str, Callable[[str | None], Library]] = {"dask": _dask, "ndonnx": _ndonnx}
+
 
 def load(name: str, device: str | None = None) -> Library:
     """Load the library of this name; raise `ImportError` if it is not installed."""
-    if name not in LIBRARIES:
-        raise ValueError(f"backend: expected one of {', '.join(LIBRARIES)}, got {name!r}")
-    return LIBRARIES[name](device)
+    loaders = LIBRARIES | PARTIAL_LIBRARIES
+    if name not in loaders:
+        raise ValueError(f"backend: expected one of {', '.join(loaders)}, got {name!r}")
+    return loaders[name](device)

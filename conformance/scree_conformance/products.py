@@ -28,7 +28,7 @@ def one_matrix_per_row(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every row times its own matrix; every token times a vector."""
     n = len(lengths_of(layout))
     x = bench.ragged(layout, (4,), dtype)
-    calls = [bench.xp.matmul, bench.xp.linalg.matmul, lambda a, b: a @ b]
+    calls = [*bench.functions("matmul"), lambda a, b: a @ b]
     for shape in ((n, 4, 3), (4,)):
         reference = oracle.map_rows(lambda row, m: row @ m)
         for f in calls:
@@ -46,7 +46,7 @@ def one_matrix_per_row(bench: Bench, layout: Layout, dtype: str) -> None:
 def vecdot(bench: Bench, layout: Layout, dtype: str) -> None:
     """Within rows and along elements, with ragged and dense vectors on either side."""
     draw = "integer" if dtype == "int32" else "any"
-    functions = [bench.xp.vecdot, bench.xp.linalg.vecdot]
+    functions = bench.functions("vecdot")
     result_dtype = bench.lib.dtype_name(bench.xp.vecdot(*[bench.lib.make(np.ones(2), dtype)] * 2))
     for ragged_dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, draw, ragged_dim)
@@ -100,7 +100,7 @@ def vecdot(bench: Bench, layout: Layout, dtype: str) -> None:
 def tensordot(bench: Bench, layout: Layout, dtype: str) -> None:
     """The last element axes against the first axes of a dense array."""
     x = bench.ragged(layout, (2, 3), dtype)
-    functions = [bench.xp.tensordot, bench.xp.linalg.tensordot]
+    functions = bench.functions("tensordot")
     for axes, shape in ((1, (3, 4)), (2, (2, 3, 4)), (2, (2, 3)), (0, (2,))):
         reference = oracle.map_rows(lambda row, m: np.tensordot(row, m, axes=axes))
         for f in functions:

@@ -32,8 +32,10 @@ MODULES = (
 )
 
 
-def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
+def cases(lib: Library, kernel: str | None = None, quick: bool = False) -> Iterator[Case]:
     """Yield all cases of a library; with a kernel provider, only cases of operations with kernels.
+
+    With `quick`, yield one case per operation, in the first layout and dtype, and no law.
 
     If the library compiles every shape, a shape costs seconds. Then an operation runs on `FEW`
     layouts and one more. Its dtypes are the first, bfloat16 if the operation has many layouts (for
@@ -45,7 +47,9 @@ def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
             continue
         dtypes = [name for name in operation.dtypes if name in lib.dtypes]
         first_layout, *other_layouts = operation.layouts
-        if lib.compiles:
+        if quick:
+            dtypes, other_layouts = [] if operation.is_law else dtypes[:1], []
+        elif lib.compiles:
             seed = crc32(operation.name.encode())
             always = ("bfloat16",) if len(other_layouts) > 2 else ()
             dtypes = dtypes[:1] + _with_one_more(dtypes[1:], always, seed)

@@ -52,6 +52,11 @@ class Operation:
         return words if set(words) <= set(FUNCTIONS) else ()
 
     @property
+    def is_law(self) -> bool:
+        """Return whether this is a law, which calls many functions."""
+        return self.name.startswith("law: ")
+
+    @property
     def variant(self) -> str:
         """The checked variant of the functions."""
         return self.name.partition(": ")[2]

@@ -1,6 +1,7 @@
 """The table is complete, the command line works, and the coverage page matches the table."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 import scree
 from scree.functions import EXTENSIONS, KINDS
-from scree_conformance import coverage, layouts, loopback, table
+from scree_conformance import backends, coverage, layouts, loopback, suite, table
 from scree_conformance.__main__ import main, run
 from scree_conformance.suite import OPERATIONS
 from scree_conformance.table import FUNCTIONS, Operation
@@ -189,3 +190,31 @@ def test_coverage_page_lists_every_function() -> None:
         )
         assert all(cells.get("eager") for cells in column["functions"].values())
         assert not any(cell[1] for cells in column["functions"].values() for cell in cells.values())
+
+
+def test_quick_yields_one_case_per_operation_without_laws() -> None:
+    names = [case.operation.name for case in suite.cases(backends.load("numpy"), quick=True)]
+    assert names == [operation.name for operation in OPERATIONS if not operation.is_law]
+    assert {"sum", "ragged.softmax", "indexing"} < set(names)
+
+
+@pytest.mark.parametrize("name", list(backends.PARTIAL_LIBRARIES))
+def test_load_library_that_is_not_installed_names_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"array_api_compat.{name}.array", raising=False)
+    with pytest.raises(ImportError, match=name):
+        backends.load(name)
+
+
+def test_gap_of_extension_covers_its_functions() -> None:
+    library = backends.Library("some", {}, None, None, gaps={"linalg": "no linalg"})
+    assert library.gap("linalg.qr", "float32") == "no linalg"
+    assert library.gap("linalg", "float32") == "no linalg"
+    assert library.gap("matmul", "float32") is None
+
+
+def test_load_unknown_library_names_partial_libraries() -> None:
+    with pytest.raises(ValueError, match=r"expected one of .*dask, ndonnx, got 'other'"):
+        backends.load("other")

@@ -30,6 +30,8 @@ LIBRARIES = {
     "triton",
     "array_api_strict",
     "cupy",
+    "dask",
+    "ndonnx",
     "tensorflow",
     "scree_triton",
 }

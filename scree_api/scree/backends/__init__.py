@@ -10,13 +10,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from threading import RLock
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 from array_api_compat import is_array_api_obj
 
 #: Root module of an array's type -> the module of this package for the library.
-LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
+LIBRARIES = {
+    **{name: name for name in ("numpy", "torch", "jax", "mlx", "dask", "ndonnx")},
+    "jaxlib": "jax",
+}
 
 #: The error of `Backend.read` under a trace.
 UNREADABLE = "the size of this result depends on the offsets, which a traced or compiled function cannot read; make it outside"
@@ -160,6 +164,13 @@ class Backend:
         """Return whether two arrays are known to be on different devices."""
         a, b = self.device(x), self.device(y)
         return a is not None and b is not None and bool(a != b)
+
+
+def override(xp: Any, **functions: Callable[..., Any]) -> Any:
+    """Return the namespace `xp` with other functions for some names."""
+    module = ModuleType(xp.__name__, xp.__doc__)
+    vars(module).update(vars(xp), **functions)
+    return module
 
 
 #: Functions that run once per library, when its first array is passed to scree. `scree.providers`
