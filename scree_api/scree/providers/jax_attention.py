@@ -31,7 +31,7 @@ Window = tuple[int | None, int | None]
 
 
 class Blocking(NamedTuple):
-    """How the work is divided into steps.
+    """The division of the work into steps.
 
     A CPU wants steps that fit into its caches. An accelerator wants few steps with large products,
     because each step starts several kernels and waits for the host.
