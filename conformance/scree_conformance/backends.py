@@ -295,12 +295,24 @@ def _ndonnx(device: str | None) -> Library:
 
     if device not in (None, "cpu"):
         raise ValueError(f"device: expected 'cpu' for ndonnx, got {device!r}")
+    missing = "atan2", "broadcast_shapes", "copysign", "hypot", "isin", "isin: invert", "nextafter"
+    uniques = "unique_all", "unique_counts", "unique_inverse", "unique_values"
     return Library(
         "ndonnx",
         _dtypes_of(xp, _DTYPES),
         lambda x, dtype: xp.asarray(x).astype(dtype),
         lambda x: _widen(x.unwrap_numpy()),
         default_float="float64",
+        gaps={
+            **dict.fromkeys(("fft", "linalg"), "ndonnx has no such extension"),
+            **dict.fromkeys((*missing, "signbit"), "ndonnx has no such function"),
+            **dict.fromkeys(("complex64", "complex128"), "ndonnx has no complex numbers"),
+            **dict.fromkeys(("argmax", "argmin"), "the operators of ONNX ignore NaN"),
+            **dict.fromkeys(uniques, "the operator of ONNX does not separate NaN"),
+            "expand_dims squeeze": "ndonnx takes no tuple of axes",
+            "from_dlpack": "ndonnx imports no memory by DLPack",
+            "searchsorted": "ndonnx takes only values with one axis",
+        },
     )
 
 

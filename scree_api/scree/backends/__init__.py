@@ -113,6 +113,8 @@ class Backend:
     word_dtype
         The name of the dtype in which numbers of 32 bits are computed: "int64" in a library with
         too few functions of uint32.
+    has_dlpack
+        False where the library exchanges no memory by DLPack. Its arrays are copied through NumPy.
     make_guard
         ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
         host-visible metadata (dtype, shape, strides, device), or None if such calls must not be
@@ -140,6 +142,7 @@ class Backend:
     erf: Callable[[Any], Any] | None = None
     activations: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     word_dtype: str = "uint32"
+    has_dlpack: bool = True
     make_guard: Callable[[list[Any]], Callable[..., bool] | None] | None = None
 
     def __repr__(self) -> str:

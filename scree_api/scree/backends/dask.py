@@ -40,10 +40,6 @@ def _to_device(x: Any, device: Any) -> Any:
     return x
 
 
-def _from_numpy(host: np.ndarray, dtype: Any, device: Any) -> Any:
-    return xp.asarray(host, dtype=dtype)
-
-
 BACKEND = Backend(
     "dask",
     override(xp, take_along_axis=_take_along_axis),
@@ -51,5 +47,5 @@ BACKEND = Backend(
     _read,
     device=_device,
     to_device=_to_device,
-    from_numpy=_from_numpy,
+    has_dlpack=False,
 )

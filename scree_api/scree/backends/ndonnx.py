@@ -17,6 +17,12 @@ def _take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
     return ndonnx.take_along_axis(x, indices.astype(ndonnx.int64, copy=False), axis=axis)
 
 
+def _logaddexp(x1: Any, x2: Any, /) -> Any:
+    # The function of ndonnx adds the exponentials, which overflow from 89 in float32.
+    difference = ndonnx.where(x1 == x2, 0.0, x1 - x2)  # equal infinities have no difference
+    return ndonnx.maximum(x1, x2) + ndonnx.log1p(ndonnx.exp(-ndonnx.abs(difference)))
+
+
 def _peek(x: Any) -> np.ndarray | None:
     try:
         return x.unwrap_numpy()
@@ -31,28 +37,19 @@ def _read(x: Any) -> np.ndarray:
     return host
 
 
-def _device(x: Any) -> None:
-    """Return None: the runtime of the graph chooses the device."""
-
-
 def _to_device(x: Any, device: Any) -> Any:
-    if device not in (None, "cpu"):
+    if device not in ("cpu", x.device):
         raise ValueError(
-            f"device: expected 'cpu' for ndonnx, whose runtime chooses the device, got {device!r}"
+            f"device: expected 'cpu' or {x.device!r}, ndonnx's only device, got {device!r}"
         )
     return x
 
 
-def _from_numpy(host: np.ndarray, dtype: Any, device: Any) -> Any:
-    return ndonnx.asarray(host, dtype=dtype)
-
-
 BACKEND = Backend(
     "ndonnx",
-    override(ndonnx, take=_take, take_along_axis=_take_along_axis),
+    override(ndonnx, take=_take, take_along_axis=_take_along_axis, logaddexp=_logaddexp),
     _peek,
     _read,
-    device=_device,
     to_device=_to_device,
-    from_numpy=_from_numpy,
+    has_dlpack=False,
 )

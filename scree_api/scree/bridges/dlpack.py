@@ -248,6 +248,10 @@ def check_byte_order(values: np.ndarray) -> None:
 
 def _from_dlpack(lib: Backend, x: Any) -> Any:
     """Return a dense array in another library; copies only if the library requires it."""
+    if not backend(x).has_dlpack:
+        x = backend(x).read(x)
+    if not lib.has_dlpack:
+        return lib.xp.asarray(_from_dlpack(backend_by_name("numpy"), x))
     if x.__dlpack_device__()[0] != _DLPACK_CPU and lib.name not in DEVICE_LIBRARIES:
         x = backend(x).read(x)
     is_host = x.__dlpack_device__()[0] == _DLPACK_CPU

@@ -1,8 +1,10 @@
 """Conversion between libraries: no change, no narrowing, and shared memory where possible."""
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given
 from ragged_cases import INSTALLED, arrays, assert_same, few_examples, make_values
 
 import scree
-from scree.bridges import to_backend, to_numpy
+from scree.backends import backend_by_name
+from scree.bridges import dlpack, to_backend, to_numpy
 
 PAIRS = list(permutations(INSTALLED, 2))
 MISSING_DTYPES = {"jax": ("int64", "float64"), "array_api_strict": ("float16",)}
@@ -182,3 +185,20 @@ def test_device_round_trip_through_numpy(library: str) -> None:
     back = host.to_backend(library, device=arr.device)
     assert back.device == arr.device
     assert_same(back.to_numpy(), host)
+
+
+def test_convert_library_without_dlpack_passes_through_numpy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numpy, values = backend_by_name("numpy"), np.arange(3.0)
+    array = SimpleNamespace(values=values, dtype=values.dtype)  # without `__dlpack_device__`
+    lazy = replace(
+        numpy,
+        name="lazy",
+        xp=SimpleNamespace(asarray=lambda x: SimpleNamespace(values=x, dtype=x.dtype)),
+        read=lambda x: x.values,
+        has_dlpack=False,
+    )
+    monkeypatch.setattr(dlpack, "backend", lambda x: lazy if x is array else numpy)
+    np.testing.assert_array_equal(dlpack.convert(array, numpy), values)
+    np.testing.assert_array_equal(dlpack.convert(values, lazy).values, values)
