@@ -1,22 +1,21 @@
-"""The kernels for JAX on CUDA: the kernels that serve PyTorch, launched by custom calls of jaxlib.
+"""The Triton kernels of PyTorch for JAX on CUDA, launched by custom calls of jaxlib.
 
-Importing this package imports neither JAX, nor torch, nor Triton. The kernels need torch beside
-Triton, for the code that chooses and allocates; torch needs no CUDA.
+Importing this package imports neither JAX, nor torch, nor Triton. The kernels need Triton, and torch
+for the launch configs. A build of torch for the CPU is enough.
 """
 
 from importlib import import_module
 from importlib.util import find_spec
 
-#: The name of the kernels, which differs from the name of the kernels for torch: a registration
-#: replaces the one of the same name.
+#: The provider's name. The kernels for PyTorch have another name, because a registration replaces an
+#: earlier one of the same name.
 PROVIDER = "triton_jax"
 
 
 def register() -> None:
-    """Register the kernels with scree, if they can run.
+    """Register the kernels with scree, if JAX has a CUDA device, and Triton and torch are installed.
 
-    scree calls this function through the entry-point group ``scree.kernels``. The kernels need a
-    CUDA device of JAX, and Triton and torch.
+    scree calls this function through the entry-point group ``scree.kernels``.
     """
     if not (find_spec("triton") and find_spec("torch")):
         return
@@ -39,5 +38,6 @@ def register() -> None:
 
 
 def _targets(plugin: object) -> object:
+    """Return the names of the custom calls of jaxlib's CUDA plugin."""
     cuda = getattr(plugin, "_cuda_triton", None)
     return cuda.registrations() if cuda else ()

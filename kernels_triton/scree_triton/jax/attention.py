@@ -1,11 +1,11 @@
-"""Attention for JAX: the kernels that serve PyTorch, launched by custom calls.
+"""Attention for JAX by the Triton kernels of PyTorch, launched by custom calls.
 
-The launch configs of PyTorch choose kernels, tiles and grids. Their launches are recorded on tensors
-without data while JAX lowers a function for CUDA. Shapes and the options of the call are static; the
-offsets are not, so one compiled function serves all offsets of one shape.
+The launch configs of PyTorch choose kernels, tiles and grids. While JAX lowers a function for CUDA,
+they run on tensors without data, and their launches are recorded. Shapes and options of a call are
+static. The offsets are not, so one compiled function serves all offsets of one shape.
 
-The two primitives, forward and backward, have a lowering for CUDA and one for the other platforms,
-which runs the loops of `scree.providers.jax_attention`.
+The two primitives, forward and backward, have a lowering for CUDA. Another lowering, for all other
+platforms, runs the loops of `scree.providers.jax_attention`.
 """
 
 from functools import partial
@@ -36,14 +36,14 @@ _VMAP = (
 
 
 class Static(NamedTuple):
-    """The static part of a call; a function is compiled for each value."""
+    """The static part of a call: JAX compiles one function per value."""
 
     spec: AttentionSpec
     same_offsets: bool
-    """Whether the rows of queries and keys have the same offsets, which are then passed once."""
+    """True if queries and keys have the same offsets, which are then passed once."""
     max_seqlen: int
     return_lse: bool
-    """Whether the log-sum-exp may have a gradient."""
+    """True if the log-sum-exp is a result, so it may have a gradient."""
     loops: loops.Options
 
 
@@ -72,12 +72,12 @@ def rejects(call: Any) -> str | None:
 
 
 def attention(call: Any) -> Any:
-    """Compute attention of a call that `rejects` accepts."""
+    """Compute attention of a call for which `rejects` returns None."""
     q, k = call.q, call.k
     spec = make_spec(call.causal, *call.window, call.scale, call.softcap)
     bound = max(x.layout.max_length_bound for x in (q, k))
     # Rounded up to eighths of a power of two, so that slightly longer rows reuse the compiled
-    # function, while the choice of tiles stays close to the one for torch.
+    # function. A power of two would choose other tiles than PyTorch for many batches.
     eighth = max(1, (1 << max(bound - 1, 0).bit_length()) // 8)
     max_seqlen = min(-(-bound // eighth) * eighth, UNBOUNDED)
     static = Static(
@@ -110,9 +110,9 @@ def _attend_forward(
 def _attend_backward(static: Static, residuals: tuple[Any, ...], grads: tuple[Any, Any]) -> Any:
     *_, out, _ = residuals
     out_grad, lse_grad = grads
-    grads_of_results = [out_grad.astype(out.dtype), *([lse_grad.T] if static.return_lse else [])]
-    gradients = _backward_primitive.bind(*residuals, *grads_of_results, static=static)
-    return *gradients, None, None
+    result_grads = [out_grad.astype(out.dtype), *([lse_grad.T] if static.return_lse else [])]
+    input_grads = _backward_primitive.bind(*residuals, *result_grads, static=static)
+    return *input_grads, None, None
 
 
 _attend.defvjp(_attend_forward, jax.jit(_attend_backward, static_argnums=0))
@@ -145,7 +145,10 @@ def _backward_kernels(*arrays: Any, static: Static) -> list[Any]:
 
 
 def _split(static: Static, arrays: list[Any]) -> tuple[Any, ...]:
-    """Return the arguments of the backward pass: offsets in a list, and None without `lse_grad`."""
+    """Return the arguments of the backward pass, the offsets as a list.
+
+    `lse_grad` is None where the log-sum-exp has no gradient.
+    """
     q, k, v, *others = arrays
     lse_grad = others.pop() if static.return_lse else None
     *offsets, out, lse, out_grad = others
@@ -167,7 +170,7 @@ def _backward_loops(*arrays: Any, static: Static) -> list[Any]:
 
 def _forward_types(q: Any, k: Any, v: Any, *_: Any, static: Static) -> list[Any]:
     total, heads, _ = q.shape
-    # Derived from q, so that they vary over the same axes of a mesh under shard_map.
+    # Under shard_map the results must vary over the same axes of a mesh as q.
     out = q.update(shape=(total, heads, v.shape[2]), weak_type=False)
     sharding = NamedSharding(q.sharding.mesh, PartitionSpec(None, None))
     return [out, out.update(shape=(heads, total), dtype=np.dtype("float32"), sharding=sharding)]
@@ -181,14 +184,15 @@ def _refuse_vmap(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(_VMAP)
 
 
-def _define(name: str, types: Any, kernels: Any, others: Any) -> Primitive:
+def _define(name: str, types: Any, kernels: Any, fallback: Any) -> Primitive:
+    """Return a primitive that runs `kernels` on CUDA, and `fallback` on all other platforms."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(types)
     primitive.def_impl(
         lambda *arrays, static: jax.jit(partial(primitive.bind, static=static))(*arrays)
     )
-    mlir.register_lowering(primitive, mlir.lower_fun(others, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(fallback, multiple_results=True))
     mlir.register_lowering(
         primitive, mlir.lower_fun(kernels, multiple_results=True), platform="cuda"
     )
@@ -205,5 +209,5 @@ _backward_primitive = _define(
 
 
 def note(call: Any) -> str | None:
-    """Return why no kernel for Hopper runs on a Hopper GPU; None if one does."""
+    """Return why the portable kernels run on a Hopper GPU; None if the kernels for Hopper run."""
     return device_info(torch.device("meta")).note

@@ -1,40 +1,38 @@
-"""The GPU for which JAX compiles, and why arrays are not on it."""
+"""The GPU for which JAX compiles, and the reasons why kernels on it cannot take an array."""
 
 from typing import Any
 
 import jax
 import torch
 
-from ..runtime.device import Device, describe_meta, device_info
+from ..runtime.device import TRITON_VERSION, Device, describe_meta, device_info
 
-#: The names of JAX for platforms whose devices can be CUDA devices.
+#: The platform names of JAX for CUDA devices; "gpu" also names AMD devices.
 PLATFORMS = ("gpu", "cuda")
 _KIB = 1 << 10
-#: Compute capability -> bytes of shared memory that one CTA can have; others have 99 KiB.
+#: Bytes of the L2 cache, which JAX does not report.
+_L2_CACHE = 40 << 20
+#: Compute capability -> bytes of shared memory that one CTA can have; 99 KiB for all others.
 _SHARED_MEMORY = {80: 163 * _KIB, 87: 163 * _KIB, 90: 227 * _KIB, 100: 227 * _KIB, 103: 227 * _KIB}
 
 
 def describe_gpu(gpu: Any, has_descriptors: bool) -> None:
-    """Declare a device of JAX as the one for which launches are recorded.
+    """Declare the GPU for which launches are recorded.
 
-    Without `has_descriptors` jaxlib passes no TMA descriptors to kernels, and the portable kernels
-    run.
+    Parameters
+    ----------
+    gpu
+        Device of JAX.
+    has_descriptors
+        Whether jaxlib passes TMA descriptors to kernels. Otherwise the portable kernels run.
     """
     major, minor = map(int, gpu.compute_capability.split("."))
-    known = 10 * major + minor
-    device = Device(
-        "nvidia", (major, minor), gpu.core_count, _SHARED_MEMORY.get(known, 99 * _KIB), 40 << 20
+    shared_memory = _SHARED_MEMORY.get(10 * major + minor, 99 * _KIB)
+    # The kernels for Hopper, which need TMA descriptors, run on no version that was not tested.
+    triton_version = TRITON_VERSION if has_descriptors else (0, 0)
+    describe_meta(
+        Device("nvidia", (major, minor), gpu.core_count, shared_memory, _L2_CACHE, triton_version)
     )
-    if not has_descriptors:
-        device = Device(
-            device.vendor,
-            device.capability,
-            device.sm_count,
-            device.shared_memory,
-            device.l2_cache,
-            (0, 0),
-        )
-    describe_meta(device)
 
 
 def capability() -> int:
@@ -44,7 +42,7 @@ def capability() -> int:
 
 
 def rejects_arrays(*arrays: Any) -> str | None:
-    """Return why no kernel can take the arrays; None if kernels can."""
+    """Return why the kernels cannot take the arrays; None if they can."""
     for x in arrays:
         if not isinstance(x, jax.Array):
             return "the Triton kernels for JAX take arrays of JAX"

@@ -1,11 +1,12 @@
-"""Launch compiled Triton kernels from JAX, by a custom call that jaxlib has for them.
+"""Launch compiled Triton kernels from JAX, by jaxlib's custom call for them.
 
 The call's target is "triton_kernel_call_ffi", which the CUDA plugin of jaxlib registers. Its
 attribute is a zlib-compressed message of protocol buffers: the machine code, the grid, and one
-parameter per kernel argument. The format is `jaxlib/gpu/triton.proto`; exported programs contain it,
-so jaxlib keeps reading it. The parameters that are arrays take the operands of the call, and then
-its results, in their order. So a result that is not the last is an operand without contents, whose
-memory the result takes over.
+parameter per kernel argument. The format is `jaxlib/gpu/triton.proto`. Exported programs contain such
+messages, so jaxlib must keep reading them.
+
+The array parameters are first the operands of the call, then its results. A result before an operand
+is therefore passed as an operand without contents, and the result reuses its memory.
 """
 
 import struct
@@ -41,9 +42,10 @@ TORCH_DTYPES = {
         (jnp.int64, torch.int64),
     )
 }
-_JAX_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_JAX_DTYPES = {dtype: jax_dtype for jax_dtype, dtype in TORCH_DTYPES.items()}
 _VARINT, _DOUBLE_WORD, _BYTES, _WORD = 0, 1, 2, 5  # wire types of protocol buffers
-#: Kernel, target and variant -> the compiled kernel and the types of its arguments.
+#: Kernel, compute capability, variant, constants and options -> the compiled kernel and the types of
+#: its arguments.
 COMPILED: dict[tuple, tuple[Any, list[str]]] = {}
 
 
@@ -58,7 +60,7 @@ def run_recording(
     inputs: Sequence[tuple[torch.Tensor, Any]],
     results: Sequence[torch.Tensor],
 ) -> list[Any]:
-    """Return the arrays of the results after the recorded launches.
+    """Run the recorded launches on JAX arrays, and return the arrays of the results.
 
     Parameters
     ----------
@@ -70,6 +72,17 @@ def run_recording(
         The tensors on which the launches were recorded, each with its JAX array.
     results
         Tensors that the launches write.
+
+    Returns
+    -------
+    list
+        One JAX array per tensor of `results`, with its shape and dtype.
+
+    Raises
+    ------
+    ValueError
+        If a launch has a part of an array, reads memory without contents, or has memory that it
+        writes as two arguments.
     """
     arrays = {_memory(x): array for x, array in inputs}
     zeros = {_memory(x) for x in recording.zeros}
@@ -82,15 +95,16 @@ def run_recording(
 
 
 def _memory(x: torch.Tensor) -> int:
+    """Return the identity of the memory of a tensor, which a tensor without data has too."""
     if x.storage_offset():
         raise ValueError("a launch on a part of an array cannot be recorded")
     return x.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def _array_type(x: torch.Tensor) -> Any:
-    """Return shape and dtype of the JAX array for a tensor that is neither input nor view.
+    """Return shape and dtype of the JAX array for a tensor that a launch config allocated.
 
-    int64, which JAX may lack, is a pair of int32.
+    An int64 number is a pair of int32 numbers, as JAX has no int64 by default.
     """
     if x.dtype == torch.int64:
         return jax.ShapeDtypeStruct((*x.shape, 2), jnp.int32)
@@ -98,14 +112,17 @@ def _array_type(x: torch.Tensor) -> Any:
 
 
 def sort_descending(keys: Any) -> Any:
-    """Return non-negative int64 keys, as pairs of int32, in falling order."""
+    """Return non-negative int64 keys in descending order.
+
+    Keys and result are (slots, 2) int32, the low word before the high word.
+    """
     low, high = (keys[:, 0].view(jnp.uint32), keys[:, 1])
     high, low = lax.sort((~high, ~low), num_keys=2)
     return jnp.stack([(~low).view(jnp.int32), ~high], axis=1)
 
 
 def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros: set[int]) -> None:
-    """Launch one kernel, and replace the arrays that it writes."""
+    """Launch one kernel, and replace its written arrays in `arrays` by the results."""
     compiled, types = compile_launch(step, capability)
     arguments = [
         (name, argument, kind)
@@ -116,7 +133,7 @@ def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros
     descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     parameters: list[bytes] = []
     operands: list[Any] = []
-    aliases: dict[int, int] = {}  # memory -> operand
+    aliases: dict[int, int] = {}  # memory that the kernel writes -> index of its operand
     for name, argument, kind in arguments:
         if not isinstance(argument, torch.Tensor | tuple):
             parameters.append(_number(argument, kind))
@@ -151,9 +168,9 @@ def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros
 
 
 def _trailing_results(step: RecordedLaunch, arrays: dict[int, Any]) -> dict[int, Any]:
-    """Return memory and type of the last tensors of a launch, as far as they have no contents yet.
+    """Return memory -> type of the last tensors of a launch that are written and have no contents.
 
-    They are results of the call that need no operand.
+    These tensors need no operand: the call allocates them as results.
     """
     results: dict[int, Any] = {}
     for name, argument in reversed(list(zip(step.kernel.arg_names, step.arguments))):
@@ -209,7 +226,7 @@ def _binder(kernel: Any, target: GPUTarget) -> tuple[Any, Any]:
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
-# --- The message
+# --- The message of protocol buffers
 def _varint(x: int) -> bytes:
     x &= (1 << 64) - 1  # negative numbers are encoded in two's complement
     encoded = bytearray()
@@ -233,7 +250,7 @@ def _packed(field: int, numbers: Sequence[int]) -> bytes:
 
 
 def _number(x: float, kind: str) -> bytes:
-    """Return the parameter of a number."""
+    """Return the parameter of a number of a type of Triton, for instance "i32"."""
     if kind == "fp32":
         return _varint(7 << 3 | _WORD) + struct.pack("<f", x)
     if kind == "fp64":
@@ -242,7 +259,7 @@ def _number(x: float, kind: str) -> bytes:
 
 
 def _descriptor(shape: Any, metadata: dict[str, Any]) -> list[bytes]:
-    """Return the parameters of a TMA descriptor: itself, its shape and its strides."""
+    """Return the parameters of a TMA descriptor: the descriptor, its shape and its strides."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     content = (
@@ -263,6 +280,7 @@ def _descriptor(shape: Any, metadata: dict[str, Any]) -> list[bytes]:
 def _kernel_call(
     compiled: Any, capability: int, programs: int, parameters: Sequence[bytes]
 ) -> bytes:
+    """Return the message of one launch."""
     metadata, code = compiled.metadata, compiled.asm
     name, shared = compiled.name.encode(), metadata.shared
     image = _message(1, code["cubin"]) + _message(2, name) + _uint(3, shared)

@@ -1,8 +1,8 @@
-"""Record launches on tensors without data, for a library other than PyTorch that launches them.
+"""Record launches on tensors without data, so that another library can launch the kernels.
 
 A launch config allocates results and launches kernels. On tensors of PyTorch's device "meta" it runs
-without a GPU, and `record` returns the launches with their arguments. `describe_device` says which
-hardware they are for.
+without a GPU, and `record` returns the launches with their arguments. `device.describe_meta` declares
+the hardware that they are for.
 """
 
 import threading
@@ -25,33 +25,43 @@ class RecordedLaunch(NamedTuple):
     arguments: tuple[Any, ...]
     """The arguments before the constants, in the kernel's order.
 
-    They are tensors, numbers, and for a TMA descriptor the triple (tensor, shape, rows of a tile).
+    Tensors, numbers, and for a TMA descriptor the triple (tensor, shape, rows of a tile).
     """
     constants: dict[str, Any]
+    """The constexpr arguments, by name."""
     options: dict[str, Any]
+    """The compile options."""
     written: frozenset[str]
-    """The names of the arguments that the kernel writes. It may read them too."""
+    """The names of the arguments that the kernel writes, and may also read."""
 
 
 class RecordedSort(NamedTuple):
-    """A sort of int64 keys in falling order."""
+    """A sort of int64 keys in descending order."""
 
     keys: torch.Tensor
     result: torch.Tensor
 
 
 class Recording:
-    """The launches of a function, in their order."""
+    """The launches and sorts of a function, in order."""
 
     def __init__(self) -> None:
         self.steps: list[RecordedLaunch | RecordedSort] = []
         self.zeros: list[torch.Tensor] = []
-        """Tensors that the first launch must find filled with 0."""
+        """Tensors that are filled with 0 before the first launch."""
 
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Record the launches of this thread on tensors of the device "meta"."""
+    """Record the launches on tensors of the device "meta" by this thread.
+
+    Examples
+    --------
+    >>> with record() as recording:
+    ...     keys = sort_descending(torch.empty(4, dtype=torch.int64, device="meta"))
+    >>> len(recording.steps)
+    1
+    """
     previous = getattr(_local, "recording", None)
     _local.recording = recording = Recording()
     try:
@@ -61,7 +71,7 @@ def record() -> Iterator[Recording]:
 
 
 def current_recording() -> Recording:
-    """Return the recording of this thread."""
+    """Return the recording of this thread; raise `RuntimeError` outside of `record`."""
     recording = getattr(_local, "recording", None)
     if recording is None:
         raise RuntimeError("the kernels do not run on the device 'meta', which has no data")
@@ -69,14 +79,14 @@ def current_recording() -> Recording:
 
 
 def recorded_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor on the device "meta" that the launches find filled with 0."""
+    """Return a tensor on the device "meta" that is filled with 0 before the first launch."""
     zeros = torch.empty(shape, dtype=dtype, device="meta")
     current_recording().zeros.append(zeros)
     return zeros
 
 
 def sort_descending(keys: torch.Tensor) -> torch.Tensor:
-    """Return a vector of int64 in falling order."""
+    """Return a vector of int64 in descending order, or record the sort."""
     if not keys.is_meta:
         return torch.sort(keys, descending=True).values
     result = torch.empty_like(keys)
