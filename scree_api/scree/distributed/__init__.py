@@ -1,4 +1,4 @@
-"""Context parallelism: rows of a ragged batch cut over ranks of PyTorch, or devices of JAX."""
+"""Context parallelism: divide the rows of a batch over ranks of PyTorch or devices of JAX."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def shard(
 ) -> Array:
     """Return this rank's tokens of a batch that all ranks hold.
 
-    Row i of the result is this rank's part of row i, which may be empty. The longest rows are cut
-    into chunks, the others stay whole, so that all ranks have nearly equal costs. Any lengths and
-    any number of ranks are possible.
+    Row i of the result is this rank's part of row i, which may be empty. Rows stay whole where that
+    gives all ranks nearly equal costs. Otherwise one row or the longest rows are cut into chunks.
+    Any lengths and any number of ranks are possible.
 
-    Shard the token ids, the targets and all other arrays of a batch; those on one layout are cut
-    alike. Functions of tokens, norms, matrix products, `rope` (with the positions in the whole
-    rows), losses, `attention` and reductions of rows take shards. All other operations raise
-    `TypeError`. `attention` sends the keys and values that other ranks need; all ranks must call it.
+    Shard the token ids, the targets and all other arrays of a batch. Arrays on one layout are cut
+    in the same way. Elementwise functions, norms, matrix products, `rope` (with the positions in the
+    whole rows), losses, `attention` and reductions of rows take shards. All other operations raise
+    `TypeError`. `attention` sends the keys and values that other ranks need, so all ranks must call
+    it.
 
     The loss of a batch is the sum of the losses of all ranks, and gradients are of this sum.
     `cross_entropy` of a shard is this rank's part of the sum or mean. Reductions of rows return the
@@ -34,32 +35,34 @@ def shard(
     Parameters
     ----------
     arr
-        Ragged array on PyTorch, equal on all ranks; or on JAX, with the ragged axis after the
-        batch. A tail is dropped.
+        (n, None, ...) ragged array of any dtype, on PyTorch or JAX, equal on all ranks. On PyTorch
+        the ragged axis may also be a later one. A tail is dropped.
     mesh
         `torch.distributed.device_mesh.DeviceMesh` of one dimension, such as ``mesh["cp"]``, or a
         process group. For JAX a `jax.sharding.Mesh` of one axis.
     cost
         Two numbers (a, b). A row of L tokens costs ``a * L + b * L**2``; see
-        `scree.data.fit_cost`. ``(6 * width, 1)`` is near to a transformer with causal attention.
+        `scree.data.fit_cost`. ``(6 * width, 1)`` is close to the cost of a transformer with causal
+        attention.
     exchange
-        What `attention` sends. ``"keys"``: the keys and values that chunks on other ranks need.
-        ``"heads"``, if the number of ranks divides the number of key heads: each rank computes
+        The tokens that `attention` sends. ``"keys"``: the keys and values that chunks on other ranks
+        need. ``"heads"``, if the number of ranks divides the number of key heads: each rank computes
         whole rows for a part of the heads (Ulysses; Jacobs et al., 2023). By default the form that
-        sends less, by the numbers of heads, the lengths and the window.
+        sends less, by the numbers of heads, the lengths and the window. On JAX always ``"keys"``.
 
     Returns
     -------
     Array
-        (n, None, ...) shard, like `arr`. On JAX the shards of all devices, for `jax.shard_map` with
-        a specification of the axis of the mesh.
+        (n, None, ...) shard, with the dtype of `arr`. On JAX the shards of all devices, for
+        `jax.shard_map` with a `PartitionSpec` of the axis of the mesh.
 
     Raises
     ------
     TypeError
         If `arr` is no ragged array of PyTorch or JAX, is a shard, or `mesh` is no mesh.
     ValueError
-        If the mesh has several dimensions, a cost is negative, or `exchange` is another string.
+        If the mesh has several dimensions, a cost is negative, or `exchange` is another string. On
+        JAX also if the ragged axis is not the second one, or `exchange` is "heads".
 
     Notes
     -----
@@ -67,10 +70,10 @@ def shard(
     shards are not supported. Under `torch.compile` the graph breaks at `attention`; call `shard`
     outside of compiled functions.
 
-    On JAX all devices have as many tokens, the last of which may belong to no row. Shapes depend on
-    the lengths alone, so that `jax.jit` compiles once per layout. Operations take shards inside of
-    `jax.shard_map` only. `attention` gathers the keys of all devices, without `alibi_slopes` and
-    with windows that end at the query.
+    On JAX all devices have the same number of tokens, the last of which may belong to no row. Shapes
+    depend on the lengths alone, so `jax.jit` compiles once per layout. Operations take shards inside
+    of `jax.shard_map` only. `attention` gathers the keys of all devices. It takes no `alibi_slopes`,
+    and no window with a bound after the query.
 
     Examples
     --------
@@ -144,13 +147,14 @@ def unshard(arr: Array) -> Array:
     Parameters
     ----------
     arr
-        Shard, of `shard` or of operations on shards. All ranks must call the function; on JAX it
-        works inside and outside of `jax.shard_map`.
+        (n, None, ...) shard, a result of `shard` or of an operation on shards. All ranks must call
+        the function. On JAX it works inside and outside of `jax.shard_map`.
 
     Returns
     -------
     Array
-        (n, None, ...) whole rows in their original order. Gradients are summed over the ranks.
+        (n, None, ...) whole rows in their original order, with the dtype of `arr`. Gradients are
+        summed over the ranks.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """The cut of a batch over ranks: operations on shards.
 
 An operation on a shard runs on an array of this rank's tokens without the cut, and the result gets
-the cut again. This is right where tokens do not depend on each other. Attention, rope, losses and
-reductions of rows have implementations here. All other operations raise.
+the cut again. This is correct for operations in which tokens do not depend on each other. Attention,
+rope, losses and reductions of rows have implementations here. All other operations raise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
-#: Operations that are tokenwise along an element axis, and combine the ranks along the rows.
+#: Operations that are tokenwise along an element axis. Along rows they combine the parts of the ranks.
 SOFTMAX = {"log_softmax", "logsumexp", "softmax"}
 #: Kinds of functions of the standard in which tokens do not depend on each other.
 TOKENWISE_KINDS = set(
@@ -38,7 +38,7 @@ TOKENWISE_KINDS = set(
 )
 #: Kinds that are tokenwise along an element axis.
 KINDS_WITH_AXIS = {"arg", "concat", "flip", "reduction", "roll", "scan", "sort"}
-#: Reduction of rows -> the reduction of the results of the ranks.
+#: Reduction of rows -> the reduction that combines the results of the ranks.
 MERGES = {
     "all": "all",
     "any": "any",
@@ -88,7 +88,7 @@ class Cut(RowCut):
         self.is_cut = bool((pieces.lengths != self._lengths[pieces.rows]).any())
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the same rows are cut alike over the same ranks."""
+        """Return whether both cuts divide the same rows over the same ranks in the same way."""
         if self is other or not isinstance(other, Cut):
             return self is other
         return (
@@ -120,9 +120,14 @@ class Cut(RowCut):
         return index + np.arange(index.size)
 
     def gathered_index(self) -> tuple[int, Any]:
-        """Return the most tokens of a rank, and where each token of the whole rows is.
+        """Return how to find the tokens of the whole rows among the gathered tokens of all ranks.
 
-        The tokens of all ranks are padded to the same number and joined.
+        Returns
+        -------
+        longest
+            The largest number of tokens on a rank, to which the tokens of each rank are padded.
+        index
+            (total,) index of each token of the whole rows among the padded tokens of all ranks.
         """
         indices = [self.whole_index(rank) for rank in range(self.group.size)]
         longest = max(index.size for index in indices)
@@ -192,15 +197,15 @@ class Cut(RowCut):
         if not isinstance(x, Array):
             return x
         if x.layout.cut != self:
-            what = "an array of whole rows" if x.layout.cut is None else "another shard"
+            other = "an array of whole rows" if x.layout.cut is None else "another shard"
             raise ValueError(
-                f"expected shards of one cut, got a shard and {what}; "
+                f"expected shards of one cut, got a shard and {other}; "
                 "shard all arrays of a batch with the same layout, mesh and cost"
             )
         return Array.from_layout(x.values, layout, x.ragged_dim)
 
     def _restore(self, name: str, layout: Layout, result: Any) -> Any:
-        """Return results on the layout of this rank's tokens as shards; refuse all others."""
+        """Return results on the layout of this rank's tokens as shards; raise for all others."""
         if isinstance(result, list | tuple):
             return type(result)([self._restore(name, layout, x) for x in result])
         if not isinstance(result, Array) or result.layout is not self.plain:
@@ -334,7 +339,10 @@ class Cut(RowCut):
     def _remote_plan(
         self, left: int | None, right: int | None
     ) -> tuple[RemotePlan, Layout, Layout] | None:
-        """Return the plan, and the layouts of the queries and of the keys of other ranks."""
+        """Return the plan, the layout of its queries, and the layout of the keys of other ranks.
+
+        None where `plan_remote_keys` has no plan.
+        """
 
         def make() -> tuple[RemotePlan, Layout, Layout] | None:
             plan = plan_remote_keys(
@@ -362,7 +370,7 @@ class Cut(RowCut):
             )
         if self.exchange is not None or not fits:
             return self.exchange == "heads"
-        # Tokens that a rank receives, at most: all of the cut rows, or the windows of two chunks.
+        # A rank receives at most the other tokens of each cut row, or the windows of its two chunks.
         left, right = call.window
         is_cut = np.ones(self._lengths.size, bool)
         is_cut[self.pieces.rows[self.pieces.lengths == self._lengths[self.pieces.rows]]] = False
@@ -404,7 +412,11 @@ class Cut(RowCut):
         return tuple(shards) if call.return_lse else shards[0]
 
     def _token_order(self) -> tuple[list[int], Any, Any]:
-        """Return the tokens per rank, and where tokens of whole rows are by rank, and back."""
+        """Return the number of tokens per rank, and two permutations of the tokens of the batch.
+
+        The first permutation takes tokens in the order of the ranks, and returns whole rows. The
+        second is its inverse.
+        """
 
         def make() -> tuple[list[int], Any, Any]:
             indices = [self.whole_index(rank) for rank in range(self.group.size)]
@@ -492,7 +504,19 @@ class Cut(RowCut):
 
 
 class _Parts(NamedTuple):
-    """Attention to the keys of this rank, and to the keys of other ranks; see `torch.Parts`."""
+    """Attention to the keys of this rank, and to the keys of other ranks; implements `torch.Parts`.
+
+    Attributes
+    ----------
+    operation, options, kernel
+        The attention operation, its options, and the provider that must run it or None.
+    own
+        Layout of the tokens of this rank.
+    queries, keys
+        Layouts of the queries that see keys of other ranks, and of these keys.
+    window
+        The window between `queries` and `keys`.
+    """
 
     operation: Any
     options: dict[str, Any]
@@ -546,7 +570,7 @@ class QueryGroup(NamedTuple):
     shift
         See `KeyGroup`.
     window
-        The window, moved by the shift.
+        The window relative to the last key of each piece, instead of the last query.
     """
 
     queries: Layout
@@ -567,7 +591,7 @@ def _check_element_key(x: Array, key: Any) -> None:
     check_whole("index of rows or tokens", x.layout)
 
 
-#: Methods for the operations on shards that are no tokenwise operations.
+#: Operation in which tokens depend on each other -> the method that runs it on shards.
 RUN = {
     "attention": "_attention_outside_of_graphs",
     "cross_entropy": "_loss",

@@ -1,4 +1,4 @@
-"""Shards of JAX arrays inside of `jax.shard_map`, with shapes that are equal on all devices."""
+"""Shards of JAX arrays for `jax.shard_map`, whose shapes must be equal on all devices."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Group:
 
 
 class ShardCut(RowCut):
-    """The pieces of the rows of a batch that each device holds; static, without arrays of devices.
+    """The pieces of the rows of a batch that each device holds, in host memory.
 
-    Every device has `capacity` tokens, the last ones of which may belong to no row, and as many
-    pieces, the last ones of which may be empty.
+    Shapes are equal on all devices. Each has `capacity` tokens, and tokens after its last piece
+    belong to no row. Each has the same number of pieces, and its last pieces may be empty.
     """
 
     def __init__(self, whole: Layout, group: Group, pieces: Pieces) -> None:
@@ -81,7 +81,7 @@ class ShardCut(RowCut):
         tokens = [int(x.lengths.sum()) for x in own]
         self.capacity, num_pieces = max(1, *tokens), max(1, *(x.rows.size for x in own))
         shape = group.size, num_pieces
-        # (devices, pieces) tables of the pieces.
+        # (devices, pieces) lengths, first positions and rows of the pieces.
         self.piece_lengths, self.starts, self.rows = (np.zeros(shape, np.int64) for _ in range(3))
         self.row_lengths = np.zeros((group.size, self.lengths.size), np.int64)
         # (tokens,) index of each token of the whole rows among the tokens of all devices.
@@ -99,7 +99,7 @@ class ShardCut(RowCut):
             self.slots[index] = rank * self.capacity + np.arange(tokens[rank])
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the same rows are cut alike over the same devices."""
+        """Return whether both cuts divide the same rows over the same devices in the same way."""
         if isinstance(other, LocalCut):
             other = other.outer
         return self is other or (
@@ -120,7 +120,7 @@ class ShardCut(RowCut):
         return layout
 
     def token_index(self) -> np.ndarray:
-        """Return the token of the whole rows that each token of all devices is, or 0 in tails."""
+        """Return the index in the whole rows of each token of all devices; 0 for tokens of no row."""
         index = np.zeros(self.group.size * self.capacity, np.int64)
         index[self.slots] = np.arange(self.slots.size)
         return index
@@ -139,7 +139,7 @@ class ShardCut(RowCut):
         return LocalCut(self).call(*arguments)
 
     def unshard(self, values: Any) -> Any:
-        """Return the values of the whole rows, of all devices or of one device in `shard_map`."""
+        """Return the values of the whole rows, inside and outside of `jax.shard_map`."""
         if values.shape[0] != self.group.size * self.capacity:
             values = self.group.all_gather(values).reshape(-1, *values.shape[1:])
         else:
@@ -159,7 +159,7 @@ class LocalCut(Cut):
         self._starts, self._rows = self._own(outer.starts), self._own(outer.rows)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the same rows are cut alike over the same devices."""
+        """Return whether both cuts divide the same rows over the same devices in the same way."""
         return bool(self.outer == other)
 
     __hash__ = None
@@ -169,7 +169,7 @@ class LocalCut(Cut):
         return jnp.asarray(table, self.whole.offsets.dtype)[self.group.rank]
 
     def _layout(self, lengths: np.ndarray, total: int | None = None) -> Layout:
-        """Return a layout with this device's row of a table of lengths."""
+        """Return the layout whose lengths are this device's row of a table."""
         ends = np.cumsum(lengths, axis=1)
         offsets = self._own(np.concatenate([np.zeros_like(ends[:, :1]), ends], axis=1))
         longest = int(lengths.max(initial=0))
@@ -212,9 +212,15 @@ class LocalCut(Cut):
         return tuple(shards) if call.return_lse else shards[0]
 
     def _keys(self, left: int | None, right: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of keys of each piece, and where they are among all tokens.
+        """Return the keys that the pieces of each device see.
 
-        (devices, pieces) and (devices, keys), the last of which may belong to no piece.
+        Returns
+        -------
+        lengths
+            (devices, pieces) number of keys of each piece.
+        index
+            (devices, keys) index of each key among the tokens of all devices. The last keys of a
+            device may belong to no piece.
         """
         outer = self.outer
         first_of_row = np.cumsum(outer.lengths) - outer.lengths
@@ -239,6 +245,6 @@ class LocalCut(Cut):
 
 
 def shard_values(values: Any, cut: ShardCut) -> Any:
-    """Return the tokens of all devices, divided over the devices of the mesh."""
+    """Return the tokens of each device, sharded over the mesh along the first axis."""
     taken = jnp.take(jnp.asarray(values), jnp.asarray(cut.token_index()), axis=0)
     return jax.device_put(taken, cut.group.sharding)

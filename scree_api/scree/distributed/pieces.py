@@ -1,4 +1,4 @@
-"""Cut rows into pieces of equal cost per rank, and list the keys that a piece needs. NumPy only."""
+"""Divide rows over ranks with equal costs, and plan which keys the ranks exchange; NumPy only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 #: The source of keys of rows that are not cut; see `KeyPlan.keys`.
 WHOLE = -1
 
-#: Ranks may cost this much more than their mean before one more row is cut.
+#: The highest cost of a rank relative to the mean of all ranks. Above it one more row is cut.
 TOLERANCE = 1.01
-#: Most exchanges of whole rows between two ranks, per rank.
+#: Bounds the number of exchanges of whole rows between two ranks, per rank.
 MAX_EXCHANGES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces of rows, in order of their rows and positions; no piece is empty.
+    """Pieces of rows, sorted by row and position; no piece is empty.
 
     Attributes
     ----------
@@ -37,19 +37,29 @@ class Pieces:
         return np.asarray(self.stops - self.starts)
 
     def select(self, mask: np.ndarray) -> Pieces:
-        """Return the pieces of a mask."""
+        """Return the pieces where the mask is True."""
         return Pieces(self.rows[mask], self.starts[mask], self.stops[mask], self.ranks[mask])
 
 
 def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
     """Divide rows over ranks, with equal sums of ``a * L + b * L**2``.
 
-    Rows stay whole if that costs no rank more than `TOLERANCE`. Else one row is cut if that is
-    enough, the shortest possible, and otherwise the k longest rows; k is the smallest number for
-    which no rank has more than its part in whole rows. Each cut row has two chunks per rank, in the
-    order 0, 1, ... r, r, ... 1, 0 of the ranks. The chunks of a rank are as long as each other, so
-    that their queries see half of the row on average with a causal mask too. A rank with less in
-    whole rows has longer chunks.
+    Rows stay whole if no rank then costs more than `TOLERANCE` times the mean. Otherwise the shortest
+    row is cut that is enough. If no single row is enough, the k longest rows are cut, with the
+    smallest k for which the whole rows of no rank cost more than the limit.
+
+    Each cut row has two chunks per rank, in the order 0, 1, ... r, r, ... 1, 0 of the ranks. Both
+    chunks of a rank have the same length. So with a causal mask too, their queries see half of the
+    row on average. A rank whose whole rows cost less has longer chunks.
+
+    Parameters
+    ----------
+    lengths
+        (n,) int64 lengths of the rows.
+    num_ranks
+        Number of ranks.
+    cost
+        The numbers (a, b).
     """
     costs = cost[0] * lengths + cost[1] * lengths.astype(np.float64) ** 2
     order = np.argsort(-costs, kind="stable")[: np.count_nonzero(lengths)]
@@ -87,7 +97,7 @@ def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> 
 
 
 def _join_neighbours(pieces: Pieces) -> Pieces:
-    """Join pieces of one rank that follow each other, as the two middle chunks of a row do."""
+    """Join adjacent pieces of one rank, such as the two middle chunks of a row."""
     follows = np.zeros(pieces.rows.size + 1, bool)
     follows[1:-1] = (pieces.rows[1:] == pieces.rows[:-1]) & (pieces.ranks[1:] == pieces.ranks[:-1])
     is_first, is_last = ~follows[:-1], ~follows[1:]
@@ -114,10 +124,10 @@ def _find_row_to_cut(
 def _assign_whole_rows(
     rows: np.ndarray, costs: np.ndarray, num_ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give each row to a rank; return the ranks of the rows, and the costs of the ranks.
+    """Assign each row to a rank; return the rank of each row, and the cost of each rank.
 
-    Each row, by falling cost, goes to the rank with the lowest cost. Then rows are exchanged between
-    the rank with the highest cost and the others, as long as that lowers the highest cost.
+    Each row, in descending order of cost, goes to the rank with the lowest cost. Then the rank with
+    the highest cost exchanges rows with other ranks, while that lowers the highest cost.
     """
     rank_of_row = np.zeros(costs.size, np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]
@@ -135,7 +145,7 @@ def _assign_whole_rows(
         for other in np.argsort(loads, kind="stable").tolist():
             if other == heaviest:
                 continue
-            # Rows of falling cost, and no row, in exchange for each row of the heaviest rank.
+            # Candidates for the exchange, in descending order of cost; -1 is no row.
             taken = np.append(rows[rank_of_row[rows] == other], -1)
             values = np.append(costs[taken[:-1]], 0.0)
             ideal = costs[given] - (loads[heaviest] - loads[other]) / 2
@@ -187,17 +197,17 @@ class KeyPlan:
     ----------
     cut
         Runs (start, length) of the tokens of this rank that belong to cut rows. Gradients of these
-        tokens are sums.
+        tokens are sums over ranks.
     sent
-        Per rank the runs (start, length) of the tokens that it needs, counted among the tokens of
-        cut rows of this rank.
+        Per destination rank the runs (start, length) that it needs. Starts count the tokens of cut
+        rows of this rank.
     received
-        Per rank the number of tokens that this rank receives from it.
+        Per source rank the number of tokens that this rank receives.
     keys
-        Runs (source, start, length) of tokens which, joined, are the keys of all pieces, group by
-        group. The source is a rank, for tokens of cut rows, or `WHOLE`, for tokens of whole rows.
+        Runs (source, start, length). Joined, they are the keys of all pieces, group by group. The
+        source is a rank for tokens of cut rows, and `WHOLE` for tokens of whole rows.
     groups
-        The pieces; one group unless keys after a piece are visible.
+        The pieces: one group, unless a window makes keys after a piece visible.
     """
 
     cut: list[tuple[int, int]]
@@ -219,10 +229,11 @@ def plan_keys(
     if left is not None:
         first = np.where(is_whole, 0, np.maximum(0, pieces.starts - left))
     last = np.where(is_whole, row_lengths, last)
-    # Without a window on either side the alignment has no effect.
+    # If all keys are visible, the alignment of queries and keys has no effect.
     is_unbounded = left is None and right is None
     shifts = np.zeros_like(last) if is_unbounded else last - pieces.stops
-    # Index of the first token of each piece among the tokens of its rank, and of its cut rows.
+    # Index of the first token of each piece, among all tokens of its rank and among the tokens of
+    # cut rows of its rank.
     local_starts, cut_starts = np.zeros_like(pieces.starts), np.zeros_like(pieces.starts)
     for r in range(num_ranks):
         sizes = pieces.lengths[pieces.ranks == r]
@@ -234,17 +245,17 @@ def plan_keys(
         pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
 
     def needed(destination: int, source: int) -> list[tuple[int, int, int]]:
-        """Return (piece of the source, from, to) for the tokens that the destination needs.
+        """Return (piece, from, to) of the source's tokens that the destination needs.
 
-        If it needs two ranges of a piece, the tokens between them are sent too.
+        If the destination needs two ranges of a piece, the tokens between them are sent too.
         """
         ranges = []
         for piece in np.flatnonzero((pieces.ranks == source) & ~is_whole).tolist():
             start, stop = int(pieces.starts[piece]), int(pieces.stops[piece])
-            others = [
+            query_pieces = [
                 p for p in pieces_of_row[int(pieces.rows[piece])] if pieces.ranks[p] == destination
             ]
-            overlaps = [(max(int(first[p]), start), min(int(last[p]), stop)) for p in others]
+            overlaps = [(max(int(first[p]), start), min(int(last[p]), stop)) for p in query_pieces]
             overlaps = [(low, high) for low, high in overlaps if low < high]
             if overlaps:
                 lows, highs = zip(*overlaps, strict=True)
@@ -253,7 +264,7 @@ def plan_keys(
 
     sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     received = [0] * num_ranks
-    # Piece -> the position in its row of its first token here, and the index of that token.
+    # Piece -> the position in its row of its first token on this rank, and the token's index.
     available = {
         p: (int(pieces.starts[p]), int((local_starts if is_whole[p] else cut_starts)[p]))
         for p in np.flatnonzero(pieces.ranks == rank).tolist()
@@ -291,25 +302,25 @@ def plan_keys(
 
 @dataclass(frozen=True, slots=True)
 class RemotePlan:
-    """The keys of other ranks that the queries of a rank see, apart from its own keys.
+    """The keys of other ranks that the queries of a rank see.
 
     Attributes
     ----------
     has_rows
-        Whether attention to the rank's own keys takes the rank's part of each row as a row; else
-        it takes each piece as a row.
+        True if all tokens of a row on this rank are one row in attention to its own keys. Otherwise
+        each piece is a row.
     queries
         Runs (start, length) of the tokens of this rank that see keys of other ranks.
     query_lengths, key_lengths
-        (pieces,) number of these queries, and of the keys of other ranks, of each piece.
+        (pieces,) number of these queries per piece, and of the keys of other ranks that they see.
     keys
-        Runs (rank, start, length) of received tokens which, joined, are the keys of all pieces.
+        Runs (rank, start, length) of received tokens. Joined, they are the keys of all pieces.
     sent
-        Per rank the runs (start, length) of the tokens of this rank that it needs.
+        Per destination rank the runs (start, length) of this rank's tokens that it needs.
     received
-        Per rank the number of tokens that this rank receives from it.
+        Per source rank the number of tokens that this rank receives.
     window
-        The window of the queries and the keys of other ranks.
+        The window between these queries and the keys of other ranks.
     """
 
     has_rows: bool
@@ -325,11 +336,12 @@ class RemotePlan:
 def plan_remote_keys(
     pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
 ) -> RemotePlan | None:
-    """Return the keys of other ranks that the queries of a rank need under a window (left, right).
+    """Return the keys of other ranks that the queries of a rank see under a window (left, right).
 
-    None unless the keys of other ranks have a simple mask. Under a causal mask a query sees all
-    keys of earlier pieces, without a mask it sees all keys. Under a causal window each piece must be
-    as long as the window, so that its first queries see the end of the piece before it.
+    None unless all queries of a piece see the same keys of other ranks, or a causal window of them.
+    Under a causal mask they see all earlier pieces, without a mask all pieces of the row. Under a causal
+    window no piece may be shorter than the window. Then the first queries of a piece see the end of
+    the piece before it, and no other piece.
     """
     left, right = window
     is_cut = pieces.lengths != lengths[pieces.rows]
@@ -360,7 +372,7 @@ def plan_remote_keys(
         return result
 
     def exchanged(destination: int, source: int) -> list[tuple[int, int, int]]:
-        """Return (piece, from, to) of what a rank sends to another, each token once."""
+        """Return (piece, from, to) of the tokens that a source sends, each token once."""
         ranges: dict[int, tuple[int, int]] = {}
         for query in cut:
             if pieces.ranks[query] == destination:
@@ -414,7 +426,7 @@ def plan_remote_keys(
 
 
 def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:
-    """Append a run, or make the last run longer."""
+    """Append a run (source, start, length), or extend the last run if the new one continues it."""
     if runs:
         rank, start, length = runs[-1]
         if rank == run[0] and start + length == run[1]:

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed with gradients: the loss is the sum of the losses of all ranks."""
+"""Collectives of torch.distributed with gradients of the sum of the losses of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .pieces import WHOLE, KeyPlan, RemotePlan
 
-#: Decorator of a function at which a compiler breaks the graph.
+#: Decorator of a function at which torch.compile breaks the graph.
 not_compiled = torch.compiler.disable
 
 
@@ -64,7 +64,7 @@ class Group:
     @staticmethod
     @not_compiled
     def outside_of_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function at which a compiler breaks the graph."""
+        """Call a function outside of compiled graphs: torch.compile breaks the graph here."""
         return function(*arguments)
 
     def without_gradient(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,21 +74,22 @@ class Group:
     def attend_to_parts(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RemotePlan, parts: Parts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp of attention to own keys and to received keys.
+        """Return the output and the log-sum-exp of attention to own keys and received keys.
 
         The exchange runs during attention to the own keys.
         """
         return _AttentionToParts.apply(q, k, v, plan, parts, self)
 
     def tokens_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Exchange heads for tokens: (own tokens, heads, dim) to (tokens, heads / size, dim).
+        """Return the tokens of all ranks for this rank's part of the heads.
 
-        The tokens of all ranks are in the order of the ranks; `counts` has their numbers.
+        (own tokens, heads, dim) becomes (tokens, heads / size, dim), in the order of the ranks.
+        `counts` has the number of tokens per rank.
         """
         return _SwapHeads.apply(x, counts, self, True)
 
     def heads_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Exchange tokens for heads, the inverse of `tokens_of_all_ranks`."""
+        """Return all heads for this rank's tokens: the inverse of `tokens_of_all_ranks`."""
         return _SwapHeads.apply(x, counts, self, False)
 
 
@@ -169,12 +170,12 @@ class _Exchange(torch.autograd.Function):
 
 
 class Parts(Protocol):
-    """Attention to the keys of this rank and to the keys that it receives."""
+    """The attention that `Group.attend_to_parts` runs on own keys and on received keys."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_own: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp, (queries, heads, dim) and (queries, heads)."""
+        """Return the output (queries, heads, dim) and the log-sum-exp (queries, heads)."""
 
     def merge(
         self, outputs: list[torch.Tensor], lses: list[torch.Tensor]
@@ -184,11 +185,11 @@ class Parts(Protocol):
     def gradients(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_own: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v; `out` and `lse` are of both parts."""
+        """Return the gradients of q, k and v; `out` and `lse` are results for all keys."""
 
 
 class _AttentionToParts(torch.autograd.Function):
-    """Attention whose exchange of keys, and of their gradients, overlaps with the own keys."""
+    """Attention that exchanges keys, and their gradients, while it computes the own keys."""
 
     @staticmethod
     def forward(
@@ -237,7 +238,7 @@ class _AttentionToParts(torch.autograd.Function):
             _add_runs(dq, plan.queries, dq_part)
         work.wait()
         totals = [dk, dv]
-        if group.size > 2:  # more than two numbers are added
+        if group.size > 2:  # sums of more than two numbers are rounded once
             totals = [x.to(_wide(x.dtype)) for x in totals]
         at = 0
         for runs in plan.sent:
@@ -251,7 +252,7 @@ class _AttentionToParts(torch.autograd.Function):
 def _start_all_to_all(
     x: torch.Tensor, plan: RemotePlan, shapes: Any, group: Group, back: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Start to send to the other ranks, or to send back; return the result and a handle."""
+    """Start an exchange of tokens, or of their gradients back; return the result and a handle."""
     width = _width(shapes)
     sent = [width * sum(length for _, length in runs) for runs in plan.sent]
     received = [width * count for count in plan.received]
@@ -265,7 +266,7 @@ def _start_all_to_all(
 def _select_runs(
     parts: list[torch.Tensor], runs: list[tuple[int, int, int]], like: torch.Tensor
 ) -> torch.Tensor:
-    """Return runs (part, start, length) of tokens, joined; a view of a single run."""
+    """Return runs (part, start, length) of tokens, joined; a single run is a view."""
     if not runs:
         return like[:0]
     views = [parts[part].narrow(0, start, length) for part, start, length in runs]
@@ -273,7 +274,7 @@ def _select_runs(
 
 
 def _sum_runs(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
-    """Return the gradients of the received tokens, flat, from the gradients of joined runs."""
+    """Return the gradients of the received tokens, flat; `grads` are gradients of joined runs."""
     total, width = sum(plan.received), _width(shapes)
     sources = [part for part, count in enumerate(plan.received) if count]
     if len(plan.keys) == len(sources) == 1 and plan.keys[0][1:] == (0, total):
@@ -289,7 +290,7 @@ def _sum_runs(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
 
 
 def _add_runs(target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor) -> None:
-    """Add joined tokens to runs (start, length) of others."""
+    """Add the joined tokens `x` to the runs (start, length) of `target`."""
     at = 0
     for start, length in runs:
         target.narrow(0, start, length).add_(x.narrow(0, at, length))
@@ -297,7 +298,7 @@ def _add_runs(target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor
 
 
 def _write_runs(target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor) -> None:
-    """Copy joined tokens to runs (start, length) of others."""
+    """Copy the joined tokens `x` to the runs (start, length) of `target`."""
     at = 0
     for start, length in runs:
         target.narrow(0, start, length).copy_(x.narrow(0, at, length))
@@ -336,7 +337,7 @@ def _swap_heads(x: torch.Tensor, counts: list[int], group: Group, to_tokens: boo
 
 
 def _width(shapes: Any) -> int:
-    """Return the number of elements of a token of all arrays together."""
+    """Return the number of elements per token, summed over the arrays."""
     return sum(math.prod(shape[1:]) for shape in shapes)
 
 
@@ -350,7 +351,7 @@ def _narrow(x: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
 def _all_to_all(
     x: torch.Tensor, plan: KeyPlan, shapes: Any, group: Group, back: bool = False
 ) -> torch.Tensor:
-    """Return what the other ranks sent to this one, by rank, or send it back."""
+    """Return the tokens from all ranks, by rank; with `back`, send their gradients back."""
     width = _width(shapes)
     sent = [width * sum(length for _, length in runs) for runs in plan.sent]
     received = [width * count for count in plan.received]
@@ -362,7 +363,7 @@ def _all_to_all(
 
 
 def _split(flat: torch.Tensor, plan: KeyPlan | RemotePlan, shapes: Any) -> list[list[torch.Tensor]]:
-    """Return views of the received keys and of the values, per rank."""
+    """Return per array the views of the received tokens, one per rank."""
     parts: list[list[torch.Tensor]] = [[] for _ in shapes]
     at = 0
     for count in plan.received:
@@ -376,7 +377,7 @@ def _split(flat: torch.Tensor, plan: KeyPlan | RemotePlan, shapes: Any) -> list[
 def _join(
     x: torch.Tensor, cut: torch.Tensor, parts: list[torch.Tensor], plan: KeyPlan, rank: int
 ) -> torch.Tensor:
-    """Return the keys of all pieces."""
+    """Return the keys or the values of all pieces."""
     sources = {**dict(enumerate(parts)), rank: cut, WHOLE: x}
     runs = [sources[source].narrow(0, start, length) for source, start, length in plan.keys]
     return torch.cat(runs) if runs else x[:0].clone()

@@ -18,7 +18,7 @@ from ..ops.segment import MAX_SEQUENTIAL, SegmentCall, segment_reduce
 
 
 def _flatten(x: Array) -> tuple[Any, Any]:
-    """Return the leaves and the static parts; the layout of a shard is static."""
+    """Return the leaves and the static part of an array; the layout of a shard is static."""
     layout = x.shard_layout
     if layout is not None:
         return (("values", x.values),), (x.ragged_dim, layout)

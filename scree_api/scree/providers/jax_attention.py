@@ -1,12 +1,12 @@
-"""Attention in JAX, with loops whose number of steps is known at run time only.
+"""Attention in JAX, with loops whose number of steps is read at run time.
 
 Forward and backward follow FlashAttention-2 (Dao, 2023). Each tile of queries runs a loop over the
 tiles of keys of its row, up to the last key that any of its queries sees. The gradients of keys and
-values come from the same loop with the roles exchanged. The backward pass saves only the inputs, the
-output and the log-sum-exp.
+values come from the same loop with queries and keys exchanged. Only the inputs, the output and the
+log-sum-exp are saved for the backward pass.
 
-The work is proportional to the number of visible tiles, under a trace too. No bound on the rows is
-needed, and one compiled function serves all offsets of one shape.
+The work is proportional to the number of visible tiles, under a trace too. No bound on the lengths of
+the rows is needed. One compiled function serves all offsets of one shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..dispatch.registry import register_kernel
 from ..layout import Layout
 from ..ops.attention import AttentionCall
 
-TILE = 128  # tokens per tile, unless a bound says that rows are shorter
+TILE = 128  # tokens per tile; fewer where a bound on the lengths is lower
 
 Window = tuple[int | None, int | None]
 
@@ -33,16 +33,16 @@ Window = tuple[int | None, int | None]
 class Blocking(NamedTuple):
     """The division of the work into steps.
 
-    A CPU wants steps that fit into its caches. An accelerator wants few steps with large products,
-    because each step starts several kernels and waits for the host.
+    On a CPU, steps that fit into its caches are fast. On an accelerator, few steps with large products
+    are fast, because each step starts several kernels and waits for the host.
     """
 
     step: int
-    """Tokens of the inner loop per step, at most; a multiple of `TILE`."""
+    """Largest number of tokens of the inner loop per step; a multiple of `TILE`."""
     max_scores: int
     """Scores of all heads in memory at a time."""
     narrow: bool
-    """Whether products take half precision, and only their sums are float32."""
+    """True if products take operands in half precision, and only their sums are float32."""
 
 
 CPU_BLOCKING = Blocking(TILE, 1 << 18, False)
@@ -50,7 +50,7 @@ ACCELERATOR_BLOCKING = Blocking(4 * TILE, 1 << 25, True)
 
 
 class Options(NamedTuple):
-    """The static part of a call; a function is compiled for each value."""
+    """The static part of a call: JAX compiles one function per value."""
 
     window: Window
     scale: float
@@ -96,7 +96,7 @@ def _loop_over_tiles(
         Queries and keys, or keys and queries.
     window
         (left, right): number of `inner` tokens that are visible before and after a token of
-        `outer`; None is unbounded.
+        `outer`. None is unbounded.
     init
         ``init(*outer_tensors)`` returns the initial state.
     step
@@ -119,8 +119,8 @@ def _loop_over_tiles(
     first, last = _visible_bounds(outer_positions, lengths, window)
     last = jnp.where(tiles.valid, last, -1)
     num_steps = -(-(jnp.max(last, axis=1) + 1 - first[:, 0]) // step_size)
-    # Tiles of one chunk run as many steps as the longest of them needs, so they are sorted. The
-    # last chunk may have more tiles than exist: they repeat the last one.
+    # All tiles of a chunk run the number of steps that its longest tile needs, so tiles are sorted.
+    # Where the last chunk has too few tiles, it repeats the last one.
     order = jnp.argsort(-num_steps)
     rank = jnp.argsort(order)
 
@@ -158,9 +158,9 @@ def _loop_over_tiles(
 
 
 def _visible_bounds(positions: Any, length: Any, window: Window) -> tuple[Any, Any]:
-    """Return the positions of the first and the last token that tokens at `positions` see.
+    """Return the positions of the first and the last visible token, for tokens at `positions`.
 
-    The tokens that they see are in a row of this length.
+    `length` is the length of the row of the visible tokens.
     """
     left, right = window
     first = jnp.zeros_like(positions)
@@ -198,17 +198,18 @@ def _transposed_matmul(x: Any, y: Any) -> Any:
 
 
 def _without_nan(x: Any) -> Any:
-    """Return `x` with 0 for NaN: a pair that is not visible has the gradient 0, and 0 * NaN is NaN.
+    """Return `x` with 0 for NaN.
 
-    A visible pair has a score of NaN.
+    A pair that is not visible has the gradient 0, but 0 * NaN is NaN. Visible pairs keep their NaN,
+    because their score is NaN.
     """
     return jnp.where(jnp.isnan(x), 0.0, x)
 
 
 def _weighted_sum(weights: Any, v: Any, visible: Any, is_finite: bool) -> Any:
-    """Return ``weights @ v``, in which a value counts only for queries that see its key.
+    """Return ``weights @ v``, where infinite and NaN values reach only queries that see their key.
 
-    `is_finite` is whether all values are known to be finite.
+    `is_finite` is True if all values are finite.
     """
     if is_finite:
         return _matmul(weights, v)
@@ -245,14 +246,14 @@ def _attend_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[An
     """
     attend = partial(_attend_values, options, queries, keys)
     is_finite = jnp.all(jnp.isfinite(keys.tensors[1]))
-    # One condition around the loops: on a GPU a condition waits for the host.
+    # One condition around all loops, because on a GPU each condition waits for the host.
     return lax.cond(is_finite, partial(attend, True), partial(attend, False))
 
 
 def _attend_values(
     options: Options, queries: Operand, keys: Operand, is_finite: bool
 ) -> tuple[Any, Any]:
-    # Layouts of this branch: a layout keeps traced arrays, which must not leave the branch.
+    # New layouts, because a layout caches traced arrays, which must not leave this branch.
     queries, keys = (
         Operand(Layout(BACKEND, x.layout.offsets, x.layout.total), x.tensors)
         for x in (queries, keys)
@@ -285,8 +286,8 @@ def _attend_values(
 def _gradients_of_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any, Any]:
     """Return the gradients of q, k and v.
 
-    The tensors of `queries` are q, a finite log-sum-exp, delta and the gradient of the
-    output. Delta is subtracted from the gradient of each weight. The tensors of `keys` are k and v.
+    The tensors of `queries` are q, a finite log-sum-exp, delta and the gradient of the output. The
+    tensors of `keys` are k and v. Delta is ``sum(dout * out) - dlse``, as in FlashAttention-2.
     """
 
     def weights_and_score_grads(visible: Any, outer: Any, inner: Any) -> tuple[Any, Any]:
@@ -295,7 +296,7 @@ def _gradients_of_tiles(options: Options, queries: Operand, keys: Operand) -> tu
         scores = _scores(options, q, k)
         weights = jnp.where(visible[:, :, None, :], jnp.exp(scores - lse), 0.0)
         score_grads = weights * (_matmul_transposed(grad, v) - delta)
-        # The weight 0 times NaN would be NaN.
+        # A weight of 0 times NaN is NaN.
         score_grads = jnp.where(visible[:, :, None, :], score_grads, 0.0)
         if options.softcap is not None:
             score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
@@ -347,7 +348,7 @@ def _attend(
 
 
 def forward(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
-    """Return the results of a call, and the arguments of `backward` for its gradients."""
+    """Return ((output, log-sum-exp), residuals) of a call; the residuals are for `backward`."""
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
     out, lse = _attend_tiles(options, queries, keys)
     out, lse = _ungroup_heads(out, q.dtype), _ungroup_heads(lse, lse.dtype)
@@ -355,7 +356,7 @@ def forward(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets:
 
 
 def backward(options: Options, residuals: Any, grads: Any) -> Any:
-    """Return the gradients of q, k, v and of the offsets, which have none."""
+    """Return the gradients of q, k and v, and None for both offsets."""
     q, k, v, q_offsets, k_offsets, out, lse = residuals
     kv_heads, wide = k.shape[1], lse.dtype
     out_grad, lse_grad = (x.astype(wide) for x in grads)
@@ -401,7 +402,7 @@ def rejects(call: AttentionCall) -> str | None:
 def make_options(call: AttentionCall) -> Options:
     """Return the static part of a call."""
     bound = max(x.layout.max_length_bound for x in (call.q, call.k))
-    # Sizes are powers of two, so that slightly longer rows reuse the compiled function.
+    # A power of two, so that slightly longer rows reuse the compiled function.
     size = min(TILE, 1 << max(bound - 1, 0).bit_length())
     blocking = CPU_BLOCKING if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKING
     return Options(call.window, call.scale, call.softcap, size, blocking)

@@ -1,7 +1,7 @@
-"""Gradients of attention to some of the keys, relative to the log-sum-exp of all keys, on PyTorch.
+"""Gradients of attention through a part of the keys, given the results for all keys, on PyTorch.
 
-Attention to several parts of the keys, on several devices, merges the outputs of the parts. Its
-backward pass runs per part, with the output and the log-sum-exp of all parts.
+Attention whose keys are in parts, for instance on several devices, merges the outputs of the parts.
+Its backward pass runs once per part, with the merged output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..ops.attention import AttentionCall
 
 @dataclass(frozen=True, slots=True)
 class AttentionGradientCall:
-    """A call without dropout.
+    """Gradients of attention through a part of the keys; there is no dropout.
 
     Attributes
     ----------
     attention
-        Attention to a part of the keys.
+        Attention to the part of the keys.
     out, lse
-        (total_q, num_heads, value_dim) output and (total_q, num_heads) log-sum-exp of all keys.
+        (total_q, num_heads, value_dim) output and (total_q, num_heads) log-sum-exp for all keys.
     dout, dlse
-        Gradients of `out` and of `lse`; the second may be None.
+        Gradients of `out` and of `lse`. `dlse` may be None.
     """
 
     attention: AttentionCall
@@ -43,9 +43,9 @@ def _attention_gradient(call: AttentionGradientCall) -> tuple[Any, Any, Any]:
     """Return the gradients of q, k and v.
 
     Let o and l be the output and the log-sum-exp of the part alone, and ``w = exp(l - lse)``. The
-    weight of a key among all keys is w times its weight in the part. So the part has the same
-    gradients, if o gets the gradient ``w * dout``, and l gets
-    ``w * ((dout * o - dout * out).sum() + dlse)``.
+    weight of a key among all keys is w times its weight in the part. So this function
+    differentiates the part. It takes ``w * dout`` as the gradient of o, and
+    ``w * ((dout * o - dout * out).sum() + dlse)`` as the gradient of l.
     """
     attention = call.attention
     arrays = attention.q, attention.k, attention.v
@@ -72,7 +72,18 @@ def _attention_gradient(call: AttentionGradientCall) -> tuple[Any, Any, Any]:
 def attention_gradient(
     attention: AttentionCall, out: Any, lse: Any, dout: Any, dlse: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of q, k and v; see `AttentionGradientCall`."""
+    """Return the gradients of q, k and v.
+
+    Parameters
+    ----------
+    attention, out, lse, dout, dlse
+        See `AttentionGradientCall`.
+
+    Returns
+    -------
+    tuple
+        The gradients, with the shapes and dtypes of the values of q, k and v.
+    """
     call = AttentionGradientCall(attention, out, lse, dout, dlse)
     gradients: tuple[Any, Any, Any] = _attention_gradient.run_call(call)
     return gradients
