@@ -1,7 +1,7 @@
-"""The processes of `scree-bench shards`: one per GPU, or some on the CPU over gloo.
+"""The processes of `scree-bench shards`: one per GPU, or several on the CPU over gloo.
 
 All processes run the same functions, because each sample ends with a collective. The first process
-writes the results, one line of JSON each.
+writes one line of JSON per result.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from .measure import L2_BYTES, Failure, median
 from .training import models
 from .training.models import SIZES, Size
 
-#: A collective that waits for longer than this raises.
+#: A collective that waits longer raises.
 TIMEOUT = timedelta(seconds=120)
-#: Seconds to measure a call, and the most samples.
+#: Seconds to measure a call by default, and the largest number of samples.
 SECONDS, MAX_SAMPLES = 0.5, 15
-#: Seconds that the device sleeps while the host launches a call; cycles per second, at least.
+#: Bounds of the seconds that the device sleeps while the host launches a call. The device has at most
+#: about CYCLES cycles per second, so it sleeps at least that long.
 MIN_SLEEP, MAX_SLEEP, CYCLES = 1e-3, 0.05, 2e9
 #: Steps whose losses are compared.
 LOSS_STEPS = 4
@@ -48,22 +49,40 @@ class Batch(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Parts that the processes measure, and sizes."""
+    """The parts that the processes measure, and their sizes.
+
+    Attributes
+    ----------
+    device
+        "cuda" or "cpu".
+    parts
+        Names as in "attention: BATCH", "peers: BATCH", "model: BATCH" or "balance".
+    scale
+        Divisor of the lengths of all batches.
+    heads
+        Query heads, key heads and head_dim of attention.
+    peers
+        Folder of a checkout of ring-flash-attention, or "".
+    size
+        Name of the model in `training.models.SIZES`.
+    seconds
+        Seconds to measure each call.
+    windows
+        Number of timed windows of batches for the balance.
+    """
 
     device: str
     parts: tuple[str, ...]
-    #: Divisor of the lengths of all batches.
     scale: int
     heads: tuple[int, int, int]
     peers: str
     size: str
     seconds: float
-    #: Timed windows of batches for the balance.
     windows: int
 
 
 def log_normal(total: int, median_length: float, sigma: float, seed: int) -> list[int]:
-    """Return lengths of a sum of `total`; multiples of 8, which the peers need."""
+    """Return lengths with the sum `total`, in multiples of 8, which the peers need."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while (rest := total - sum(lengths)) > 0:
@@ -110,15 +129,15 @@ def worker(rank: int, world: int, job: Job, folder: str) -> None:
         **options,
     )
     with open(Path(folder) / f"lines-{rank}", "w", encoding="utf-8") as file:
-        worker = Worker(job, rank, world, file)
+        process = Worker(job, rank, world, file)
         for part in job.parts:
-            worker.run(part)
+            process.run(part)
     dist.barrier()
     dist.destroy_process_group()
 
 
 class Worker:
-    """A process that measures, and writes lines if it is the first one."""
+    """One process of the group; the first process also writes the results."""
 
     def __init__(self, job: Job, rank: int, world: int, file: Any) -> None:
         import torch
@@ -135,7 +154,7 @@ class Worker:
         self.token = torch.zeros(1, device=self.device)
 
     def run(self, part: str) -> None:
-        """Run one part. What all processes fail at alike is left out."""
+        """Run one part; list it as left out if it fails in the same way in all processes."""
         kind, _, name = part.partition(": ")
         start = time.perf_counter()
         try:
@@ -146,7 +165,7 @@ class Worker:
                 self.balance()
             else:
                 self.model(name)
-        # A part that fails is a result, and the others still run.
+        # The other parts still run.
         except Exception as error:
             self.write(left_out=[part, Failure.of(error).why])
         if self.job.device == "cuda":
@@ -160,7 +179,7 @@ class Worker:
             self.file.flush()
 
     def row(self, case: dict[str, Any], who: str, **values: Any) -> None:
-        """Write numbers, or lists of samples, of a contender."""
+        """Write the numbers or the lists of samples of a contender."""
         self.write(case=case, who=who, values=values)
 
     # --- time ---
@@ -170,10 +189,10 @@ class Worker:
             self.torch.cuda.synchronize()
 
     def _sample(self, run: Callable[[], Any]) -> tuple[float, float]:
-        """Return the seconds of a call, and the seconds in which the host launched it.
+        """Return the seconds of a call, and the seconds that the host takes to launch it.
 
-        On GPUs a collective lets all devices begin together, after the hosts have launched the
-        call, as in a training step whose hosts are ahead of their devices.
+        On GPUs a collective makes all devices begin at the same time, after the hosts have launched
+        the call. So the hosts are ahead of their devices, as in a training step.
         """
         torch, dist = self.torch, self.dist
         if self.job.device != "cuda":
@@ -198,9 +217,9 @@ class Worker:
         return begin.elapsed_time(end) / 1e3, host
 
     def times(self, run: Callable[[], Any], combine: str = "max") -> tuple[list[float], float]:
-        """Return samples of the seconds of a call, and the median of the seconds of the host.
+        """Return samples of the seconds of a call, and the median seconds of the host.
 
-        A sample is of the slowest process, or with "mean" the mean of all processes.
+        A sample is the maximum over the processes, or their mean for ``combine="mean"``.
         """
         torch, dist = self.torch, self.dist
         run()
@@ -230,36 +249,39 @@ class Worker:
         base = scree.from_lengths(values[0], batch.lengths)
         case = _case(batch)
         whole = [base.with_values(x) for x in values]
-        one = self._attention_times(whole, batch.window, "mean")
-        self.row(case, "scree, one device", **one)
+        whole_times = self._attention_times(whole, batch.window, "mean")
+        self.row(case, "scree, one device", **whole_times)
         cost = self._attention_cost(batch.window)
-        seconds = {name: median(one[name]) / self.world for name in ("forward_s", "step_s")}
+        ideals = {name: median(whole_times[name]) / self.world for name in ("forward_s", "step_s")}
         for exchange in (None, "heads"):
             shards = [shard(x, self.mesh, cost=cost, exchange=exchange) for x in whole]
             cut: Any = shards[0].layout.cut
             if exchange == "heads" and (kv_heads % self.world or not cut.is_cut):
                 continue
-            two = self._attention_times(shards, batch.window)
-            for name, ideal in seconds.items():
-                two[f"{name.removesuffix('_s')}_efficiency_share"] = ideal / median(two[name])
+            results = self._attention_times(shards, batch.window)
+            for name, ideal in ideals.items():
+                results[f"{name.removesuffix('_s')}_efficiency_share"] = ideal / median(
+                    results[name]
+                )
             if exchange is None:
-                two["relative_error"] = self._attention_error(whole, shards, batch.window)
-                two |= self._communication(shards, batch.window)
-            self.row(case, "scree" if exchange is None else f"scree, {exchange}", **two)
+                results["relative_error"] = self._attention_error(whole, shards, batch.window)
+                results |= self._communication(shards, batch.window)
+            self.row(case, "scree" if exchange is None else f"scree, {exchange}", **results)
             del shards
 
     def _attend(self, arrays: list[scree.Array], window: int | None) -> Any:
         """Run attention forward and backward; the last array is the gradient of the output."""
-        *leaves, upstream = arrays
+        *leaves, out_grad = arrays
         for x in leaves:
             x.values.grad = None
         out = scree.attention(*leaves, causal=True, window=window)
-        out.values.backward(upstream.values)
+        out.values.backward(out_grad.values)
         return out
 
     def _attention_times(
         self, arrays: list[scree.Array], window: int | None, combine: str = "max"
     ) -> dict[str, Any]:
+        """Return the times of the forward pass and of a step; see `_attend` for `arrays`."""
         plain = [x.with_values(x.values.detach()) for x in arrays]
         leaves = [x.with_values(x.values.detach().requires_grad_()) for x in plain[:3]]
         forward, _ = self.times(
@@ -269,7 +291,7 @@ class Worker:
         return {"forward_s": forward, "step_s": step, "step_host_s": host}
 
     def _attention_cost(self, window: int | None) -> tuple[float, float]:
-        """Return the cost of a row, fitted on the first device; all devices get the same."""
+        """Return the cost of a row for `shard`; all devices fit it to the same times."""
         torch, (heads, kv_heads, dim) = self.torch, self.job.heads
         if window is not None:
             return 1, 0
@@ -286,7 +308,7 @@ class Worker:
             seconds.append(median(self.times(partial(self._attend, arrays, None))[0]))
         try:
             return fit_cost(samples, seconds)
-        except ValueError:  # a tiny size, whose times do not grow with the lengths
+        except ValueError:  # the times of tiny rows do not grow with the lengths
             return 1, 1
 
     def _attention_error(
@@ -306,7 +328,7 @@ class Worker:
         return max(errors)
 
     def _communication(self, shards: list[scree.Array], window: int | None) -> dict[str, float]:
-        """Return the bytes that a device receives in a forward pass, and the cut rows."""
+        """Return the bytes that this device receives in a forward pass, and properties of the cut."""
         cut: Any = shards[0].layout.cut
         pieces = np.bincount(cut.pieces.rows, minlength=cut.whole.num_rows)
         tokens = [cut.pieces.lengths[cut.pieces.ranks == r].sum() for r in range(self.world)]
@@ -375,7 +397,7 @@ class Worker:
 
     # --- data parallel ---
     def balance(self) -> None:
-        """Compare the compute times of the ranks between two collectives."""
+        """Compare the compute times of the ranks, which no collective equalizes."""
         torch, dist, size = self.torch, self.dist, SIZES[self.job.size]
         unit = max(8, 512 // self.job.scale)
         budget = 64 * unit
@@ -434,11 +456,11 @@ class Worker:
                 for batch in rows[i : i + window]:
                     step(batch)
                 self.synchronize()
-                own = torch.tensor([time.perf_counter() - start], device=self.device)
-                every = [torch.zeros_like(own) for _ in range(self.world)]
-                dist.all_gather(every, own)
-                ranks = [float(x) for x in every]
-                ratios.append(max(ranks) / (sum(ranks) / self.world))
+                elapsed = torch.tensor([time.perf_counter() - start], device=self.device)
+                gathered = [torch.zeros_like(elapsed) for _ in range(self.world)]
+                dist.all_gather(gathered, elapsed)
+                times_of_ranks = [float(x) for x in gathered]
+                ratios.append(max(times_of_ranks) / (sum(times_of_ranks) / self.world))
             self.row(
                 {**case, "window": window},
                 f"scree, cost of {cost}" if cost == "tokens" else f"scree, {cost} cost",
@@ -448,13 +470,13 @@ class Worker:
 
     # --- training ---
     def model(self, name: str) -> None:
-        """Train a model: one device, data parallel and context parallel."""
+        """Train a model on one device, data parallel and context parallel."""
         torch, size = self.torch, SIZES[self.job.size]
         total = 65_536 // self.job.scale
         median_length = max(16, 2048 // self.job.scale)
         lengths = [total] if name == "one document" else log_normal(total, median_length, 1.5, 5)
         generator = torch.Generator().manual_seed(0)
-        # As many batches as processes; one step of data parallel training takes all of them.
+        # One batch per process. One step of data parallel training takes all of them.
         data = []
         for _ in range(self.world):
             tokens = torch.randint(0, size.vocabulary, (total,), generator=generator)
@@ -477,8 +499,8 @@ class Worker:
             base = base or values["step_tokens"]
             if mode != "one device":
                 values["efficiency_share"] = values["step_tokens"] / base / self.world
-                same = "one device, all batches" if mode.startswith("data") else "one device"
-                pairs = zip(losses[mode], losses[same], strict=True)
+                peer = "one device, all batches" if mode.startswith("data") else "one device"
+                pairs = zip(losses[mode], losses[peer], strict=True)
                 values["loss_error"] = max(abs(a / b - 1) for a, b in pairs)
             values["last_loss_value"] = losses[mode][-1]
             self.row(case, f"scree, {mode}", **values)
@@ -564,7 +586,7 @@ def _case(batch: Batch) -> dict[str, Any]:
 
 
 def _loss(p: dict[str, Any], size: Size, ids: scree.Array, dtype: Any, targets: Any = None) -> Any:
-    """Return the sum of the losses of all tokens; the products have another dtype."""
+    """Return the sum of the losses of all tokens, with matrix products in `dtype`."""
     if targets is None:
         targets = scree.shift(ids, -1, fill_value=-100)
     p = {name: x.to(dtype) for name, x in p.items()}
@@ -573,7 +595,7 @@ def _loss(p: dict[str, Any], size: Size, ids: scree.Array, dtype: Any, targets: 
 
 
 def _make_module(size: Size, device: str, dtype: Any) -> Any:
-    """Return a module of the parameters, which DDP and FSDP2 wrap."""
+    """Return a module with the parameters of the model, which DDP and FSDP2 wrap."""
     import torch
 
     class Module(torch.nn.Module):
@@ -592,17 +614,18 @@ def _make_module(size: Size, device: str, dtype: Any) -> Any:
 
 @contextmanager
 def _ring_flash_attention(folder: str, served: str) -> Iterator[Callable[[str], Any]]:
-    """Load modules of a checkout, whose flash_attn is PyTorch's operators or scree.
+    """Yield a function that loads modules of a checkout of ring-flash-attention.
 
-    The package's own initialization is skipped, because it imports private names of transformers.
+    Its flash_attn is PyTorch's operators or scree's bridge, as `served` says. The `__init__` of the
+    package is skipped, because it imports private names of transformers.
     """
     names = ("flash_attn", "ring_flash_attn")
 
     def forget() -> dict[str, Any]:
-        found = {name: x for name, x in sys.modules.items() if name.split(".")[0] in names}
-        for name in found:
+        removed = {name: x for name, x in sys.modules.items() if name.split(".")[0] in names}
+        for name in removed:
             del sys.modules[name]
-        return found
+        return removed
 
     before = forget()
     try:
@@ -629,7 +652,7 @@ def _ring_flash_attention(folder: str, served: str) -> Iterator[Callable[[str], 
 
 
 def _flash_operators() -> dict[str, Any]:
-    """Return the functions of flash_attn that the peer calls, on PyTorch's operators."""
+    """Return the functions of flash_attn that the peer calls, by PyTorch's operators."""
     import torch
 
     state: list[Any] = []

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: The time before a script imports other modules.
+#: The time at which a script starts, before it imports other modules.
 START = time.perf_counter()
 
 
 def open_checkout(folder: str | None = None) -> Path:
-    """Make a checkout importable, and return its path; by default, of the script's only argument."""
+    """Make a checkout importable, and return its path; the default is the script's only argument."""
     if folder is None:
         parser = argparse.ArgumentParser()
         parser.add_argument("checkout")
@@ -75,7 +75,7 @@ def report(client: str, checkout: Path | None = None, **results: Any) -> None:
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
-    """Add the arguments of scripts that generate tokens; `tokens` is the default for each prompt."""
+    """Add the arguments of scripts that generate tokens; `tokens` is the default per prompt."""
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--median", type=int, default=20, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=tokens, help="new tokens of each prompt")
@@ -92,13 +92,13 @@ def log_normal_lengths(count: int, median: int, longest: int) -> list[int]:
 
 
 def random_prompts(lengths: list[int], tokens: range, seed: int = 0) -> list[list[int]]:
-    """Return prompts of these lengths, of tokens from a range."""
+    """Return prompts of these lengths, with random tokens from a range."""
     generator = random.Random(seed)
     return [[generator.choice(tokens) for _ in range(length)] for length in lengths]
 
 
 def compare_tokens(options: argparse.Namespace, rows: list[list[int]]) -> dict[str, Any]:
-    """Write the generated tokens or compare them with another run, as the arguments say."""
+    """Write the generated tokens to `--write`, and compare them with the tokens in `--compare`."""
     if options.write:
         options.write.write_text(json.dumps(rows))
     if not options.compare or not options.compare.exists():

@@ -1,9 +1,12 @@
 """Tokens per second of `generate_batch` of transformers, with random weights.
 
 `python conformance/clients/continuous_batching.py --attention scree_flash2 --model llama` runs one
-implementation. The peers are transformers' own paths: `sdpa`, and its path for FlashAttention with
-the functions of FlashAttention 4 (`fa4_flash2`), where they are installed, or with the kernels of
-FlashAttention 2 in PyTorch (`fa2_flash2`). These have no pages, so that path has no block tables.
+implementation. The peers are transformers' own paths:
+
+- `sdpa`;
+- `fa4_flash2`, its path for FlashAttention, with the functions of FlashAttention 4;
+- `fa2_flash2`, the same path with the kernels of FlashAttention 2 in PyTorch. These take no pages, so
+  this path has no block tables.
 """
 
 from __future__ import annotations

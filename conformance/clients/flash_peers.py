@@ -1,7 +1,7 @@
 """The two functions of FlashAttention 2 that engines call, computed by other libraries.
 
-`fa4` is the package FlashAttention 4. `torch` stands for the package FlashAttention 2: its kernels are
-in PyTorch, which gives them no pages, so the pages are copied.
+`fa4` runs the package FlashAttention 4. `torch` runs the kernels of FlashAttention 2 in PyTorch. These
+take no pages, so the pages are copied.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def peer_functions(peer: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:  # fmt: skip
         size = k_cache.shape[1]
         if k is not None:
-            place = cache_seqlens.clamp(min=0).long()
-            page = block_table.gather(1, (place // size)[:, None])[:, 0].long()
+            position = cache_seqlens.clamp(min=0).long()
+            page = block_table.gather(1, (position // size)[:, None])[:, 0].long()
             for pages, new in ((k_cache, k), (v_cache, v)):
-                pages.index_put_((page, place % size), new[:, 0])  # page -1 is never read
+                pages.index_put_((page, position % size), new[:, 0])  # page -1 is never read
             cache_seqlens = cache_seqlens + 1
         out = attend(
             q[:, 0], k_cache, v_cache, offsets(q.shape[0], 1, q.device), None, 1,
@@ -51,7 +51,7 @@ def offsets(batch: int, length: int, device: Any) -> Any:
     """Return the offsets of rows of equal length."""
     import torch
 
-    # The memory of a CUDA graph is written again at each replay.
+    # An array that is allocated in a CUDA graph must not be cached: the graph reuses its memory.
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _offsets.__wrapped__(batch, length, device)
     return _offsets(batch, length, device)
@@ -103,8 +103,8 @@ def attend_by_torch(
     for i, (begin, end) in enumerate(zip(cu_q[:-1].tolist(), cu_q[1:].tolist())):
         length = int(cu_k[i + 1] - cu_k[i]) if used is None else int(used[i])
         row_k, row_v = (x[int(cu_k[i]) : int(cu_k[i]) + length] for x in (k, v))
-        places = torch.arange(length - (end - begin), length)[:, None]
-        distance = places - torch.arange(length)
+        positions = torch.arange(length - (end - begin), length)[:, None]
+        distance = positions - torch.arange(length)
         mask = (distance >= 0) & ((distance <= left) | (left < 0))
         row = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1)[None] for x in (q[begin:end], row_k, row_v)),

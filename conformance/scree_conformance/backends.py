@@ -328,7 +328,7 @@ LIBRARIES: dict[str, Callable[[str | None], Library]] = {
     ),
 }
 
-#: Libraries that lack a part of the standard. The gaps are valid for the first case of each operation.
+#: Libraries that lack a part of the standard. Their gaps are known for the first case per operation.
 PARTIAL_LIBRARIES: dict[str, Callable[[str | None], Library]] = {"dask": _dask, "ndonnx": _ndonnx}
 
 

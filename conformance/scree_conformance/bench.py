@@ -101,7 +101,7 @@ class Bench:
         return cases[self.case_seed % min(3, len(cases)) :: 3] if self.lib.compiles else cases
 
     def functions(self, name: str) -> list[Callable[..., Any]]:
-        """Return the function of this name, and its alias in `linalg` if the library has that."""
+        """Return the function of this name, and its alias in `linalg` if the library has one."""
         modules = [self.xp, self.xp.linalg] if hasattr(self.xp, "linalg") else [self.xp]
         return [getattr(module, name) for module in modules]
 

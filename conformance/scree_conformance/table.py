@@ -53,7 +53,7 @@ class Operation:
 
     @property
     def is_law(self) -> bool:
-        """Return whether this is a law, which calls many functions."""
+        """Return whether this is a law, an equation between results of several functions."""
         return self.name.startswith("law: ")
 
     @property

@@ -120,7 +120,7 @@ def _results(
 ) -> tuple[Any, ...]:
     z_loss = accuracy = None
     if return_z_loss:
-        # With a factor of 1 the z-loss is larger than the loss, so the difference is exact enough.
+        # With a factor of 1 the z-loss is not small relative to the loss, so the difference is accurate.
         z_loss = z_scale * (loss(z_loss=1.0) - loss()).detach()
     if return_accuracy:
         # Liger's accuracy of a sum is the mean of the tokens.
@@ -202,7 +202,7 @@ class _Rope:
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate (batch, heads, seqlen, head_dim) queries and keys."""
-        # Of an odd head_dim, the last number is not rotated.
+        # The last number of an odd head_dim is not rotated.
         half = q.shape[-1] // 2
         # (seqlen, half), or one table per sequence.
         cos, sin = (t[..., :half].float() for t in (cos, sin))

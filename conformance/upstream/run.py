@@ -90,7 +90,7 @@ SUITES = {
         tuple(f"tests/test_{name}.py" for name in _QUACK.split()),
         draw=(4, 24),
     ),
-    # The source distribution of the installed version; transformers has no tests of its models there.
+    # The checkout is the source distribution of the installed version, which has no tests of models.
     "transformers": Suite(
         "https://github.com/huggingface/transformers",
         "v5.23.0",

@@ -1,7 +1,7 @@
 """Models for the tests of attention in transformers' `tests/test_modeling_common.py`.
 
-The tests of the attention "flash_attention_2" run with the attention "scree" instead. The file is
-part of the source distribution of transformers, the models that its own tests use are not.
+The tests of the attention "flash_attention_2" run with the attention "scree" instead. The source
+distribution of transformers has this file, but not the models that its own tests use.
 """
 
 import os
@@ -18,7 +18,7 @@ import transformers
 import scree
 
 PATH = Path(os.environ["SCREE_UPSTREAM_SOURCE"]) / "tests/test_modeling_common.py"
-#: The tests that run, without the conditions on packages and devices in their decorators.
+#: The tests that run. Their decorators, with conditions on packages and devices, are removed.
 TESTS = r"test_flash_attn_2_(?:inference_equivalence\w*|can_compile_\w+|from_config)"
 SIZE = dict(
     vocab_size=99, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -39,8 +39,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Bert": SIZE,
     "ModernBert": SIZE | dict(cls_token_id=3, sep_token_id=4, bos_token_id=3, eos_token_id=4),
 }
-#: Models whose configuration is named differently, and models without a causal language model.
+#: Model -> name of its configuration, where it is not the usual one.
 CONFIG_NAMES = {"Gemma3": "Gemma3TextConfig"}
+#: Models without a causal language model.
 ENCODERS = ("Bert", "ModernBert")
 
 

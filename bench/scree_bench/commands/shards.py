@@ -1,4 +1,4 @@
-"""`shards`: attention and training over several GPUs, or over processes on the CPU."""
+"""`shards`: attention and training over several GPUs, or over several processes on the CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from ..options import Device, Out, Quick, parse_numbers, parse_words
 from ..results import Result
 from ..session import Session
 
-#: Divisor of all lengths, and query heads, key heads and head dimension, by device and --quick.
+#: Device and --quick -> divisor of all lengths.
 SCALES = {("cuda", False): 1, ("cuda", True): 16, ("cpu", False): 32, ("cpu", True): 256}
+#: Device -> query heads, key heads and head_dim.
 HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}
+#: Device -> default of --size.
 SIZE = {"cuda": "124m", "cpu": "tiny"}
 PARTS = ("attention", "balance")
 MODEL_BATCHES = ("packed", "one document")
@@ -55,13 +57,13 @@ def command(
 ) -> None:
     """Measure attention and training over several GPUs, relative to one GPU.
 
-    A sample is the time of the slowest process. On GPUs a collective on the devices lets all
-    devices begin together, after the hosts have launched the call. The efficiency is the time of
-    one device, divided by the number of devices and by the time of the sample. One device attends
-    to the whole rows; its time is the mean over the devices, which run at the same time.
+    A sample is the time of the slowest process. On GPUs a collective makes all devices begin at the
+    same time, after the hosts have launched the call. The efficiency is the time of one device,
+    divided by the number of devices and by the time of the sample. One device attends to the whole
+    rows. Its time is the mean over the devices, which all do this at the same time.
 
-    The balance is the compute time of the slowest process relative to the mean of the processes,
-    per window of batches and before any collective.
+    The balance is the compute time of the slowest process relative to the mean of the processes. It
+    is measured per window of batches, before any collective.
     """
     with Session("shards", locals(), resolve_device(device)) as session:
         if find_spec("torch") is None:
@@ -104,7 +106,7 @@ def command(
 
 
 def _measure(session: Session, world: int, job: Any) -> None:
-    """Run the processes, and add their lines to the results as they are written."""
+    """Start the processes, and add each line that they write to the results."""
     import torch.multiprocessing as processes
 
     from ..shard_workers import worker
@@ -121,10 +123,10 @@ def _measure(session: Session, world: int, job: Any) -> None:
                     if line.get("done") == part:
                         break
             context.join()
-        # A process that ends with an error is a result.
+        # The results before the error are kept, and the error is listed with them.
         except Exception as error:
             session.leave_out("the rest", " ".join(str(error).split())[-300:])
-        # After an interrupt too.
+        # An interrupt must end the processes too.
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -139,7 +141,7 @@ def _lines(context: Any, path: Path) -> Iterator[dict[str, Any]]:
         error = None
         try:
             has_ended = context.join(timeout=0.2)
-        # The lines before the error are results.
+        # The lines that were written before the error are yielded first.
         except Exception as caught:
             error = caught
         text = path.read_text(encoding="utf-8")[position:] if path.exists() else ""
@@ -151,6 +153,7 @@ def _lines(context: Any, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _add(session: Session, world: int, line: dict[str, Any]) -> None:
+    """Add a line of the first process to the results."""
     if "left_out" in line:
         session.leave_out(*line["left_out"])
     if "done" in line:
@@ -167,7 +170,7 @@ def _add(session: Session, world: int, line: dict[str, Any]) -> None:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Return the picture of the time of a step by batch."""
+    """Return a bar chart of the time of a step per batch."""
     rows = [row for row in result.rows if "step_s" in row.values]
     title = "Forward and backward pass, or step of training, less is better"
 

@@ -101,7 +101,7 @@ def ragged(
     p: dict[str, Any], size: Size, ids: Any, offsets: Any, longest: int, recomputes: bool
 ) -> scree.Array:
     """Return the hidden states of packed documents, on scree."""
-    # One layout for all layers: kernels keep what they derive from the offsets in it.
+    # One layout for all layers, as kernels cache in it the data that they derive from the offsets.
     tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
     return hidden_states(p, size, tokens, recomputes)
 
