@@ -1,7 +1,7 @@
 """Named arguments of the attention kernels, in the order of the kernels' parameters.
 
 Strides are named as in FlashAttention's Triton kernels: `m` counts queries, `n` keys and `h` heads.
-Strides and numbers are known before a launch; the named tuples here hold them until then.
+Strides and numbers are known before a launch, and the named tuples here hold them until then.
 """
 
 from typing import NamedTuple

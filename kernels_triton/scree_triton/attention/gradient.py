@@ -1,8 +1,8 @@
-"""Gradients of attention to a part of the keys, by the backward kernels of attention."""
+"""Gradients of attention through a part of the keys, by the backward kernels of attention."""
 
 import torch
 
-# The import defines the operation, also where no torch array has loaded scree's providers yet.
+# This import also defines the operation, if no torch array has loaded scree's providers yet.
 from scree.providers.torch_attention_gradient import AttentionGradientCall
 
 from . import interface
@@ -20,7 +20,7 @@ def rejects(call: AttentionGradientCall) -> str | None:
 def attention_gradient(
     call: AttentionGradientCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute an `AttentionGradientCall`."""
+    """Return the gradients of q, k and v of a call for which `rejects` returns None."""
     q, k, v = (x.values for x in (call.attention.q, call.attention.k, call.attention.v))
     q_layout, k_layout = call.attention.q.layout, call.attention.k.layout
     longest = max(q_layout.max_length_bound, k_layout.max_length_bound)

@@ -207,7 +207,7 @@ def _kernel_slopes(slopes: torch.Tensor | None, layout: Any) -> torch.Tensor | N
 
 
 def call_spec(call: Any) -> AttentionSpec:
-    """Return the spec of an `AttentionCall`."""
+    """Return the `AttentionSpec` of an `AttentionCall`."""
     return make_spec(call.causal, *call.window, call.scale, call.softcap, call.dropout)
 
 
@@ -303,7 +303,7 @@ def attention_backward(
     layout, spec
         Rows and options of the call, see `make_spec`.
     dlse
-        Gradient of `lse`, (num_heads, total).
+        (num_heads, total) gradient of `lse`, or None.
     """
     config = get_launch_config(q, k, v, layout, spec, 0)
     run = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)

@@ -292,7 +292,7 @@ def slope_axes(slopes: torch.Tensor | None) -> int:
 
 
 def _is_small_batch(layout: VarlenLayout, queries: int) -> bool:
-    """Return whether the time of the last tile matters; `queries` are summed over heads."""
+    """Return whether the time of the last tile matters; `queries` is the sum over heads."""
     if layout.max_seqlen <= SHORT_SEQLEN:
         return queries <= FEW_QUERIES
     return FEWEST_MIN_SEQLEN <= layout.max_seqlen < UNBOUNDED and queries <= FEWEST_QUERIES
@@ -593,9 +593,9 @@ class LaunchConfig:
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _has_few_queries(self, total_q: int) -> bool:
-        """Return whether the order of tiles matters more than the L2 cache.
+        """Return whether the order of tiles matters more than hits in the L2 cache.
 
-        All heads then run side by side, so that the longest tiles of all heads come first.
+        If so, no head waits for other heads, and the longest tiles of all heads come first.
         """
         return total_q * self.heads <= FEW_QUERIES
 
@@ -968,7 +968,7 @@ class Sm90Config(LaunchConfig):
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         self.forward_heads_in_l2 = _heads_in_l2(self.heads, 4 if width >= 128 else 8)
         m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
-        # The kernel writes the output either through the descriptor or through the pointer.
+        # Whether the kernel writes the output through the descriptor, instead of the pointer.
         self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
         self.forward_launch = Launch(
             forward_sm90.attention_forward_sm90_kernel,
@@ -1116,7 +1116,7 @@ class Sm90Config(LaunchConfig):
             **numbers._asdict(),
         )
 
-        # The other one of descriptor and pointer is not used, and has a tensor that is not written.
+        # The unused one of descriptor and pointer gets a tensor that the kernel does not write.
         by_tma = self.stores_by_tma
 
         def run(q, k, v, slopes, out, lse):

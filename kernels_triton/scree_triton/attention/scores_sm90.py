@@ -208,7 +208,7 @@ def zero_tokens(ring, slot, is_zeroed, PARTS: gl.constexpr):
 
 @gluon.jit
 def _recompute(acc, keeps, weights, ring, part):
-    """Return the rows of acc with `keeps`, and the other rows of weights @ b."""
+    """Return the rows of acc where `keeps` is 1, and the rows of weights @ b elsewhere."""
     LAYOUT: gl.constexpr = acc.type.layout
     zeros = gl.zeros(acc.shape, gl.float32, LAYOUT)
     b = as_wide_matrix(ring, part, acc.shape[1])

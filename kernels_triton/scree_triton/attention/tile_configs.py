@@ -55,7 +55,7 @@ def _sm90(forward: tuple, dq: tuple, dkdv: tuple, split_dkdv: bool = False) -> S
 
 
 #: By bytes per element and padded head_dim, or the padded head_dims of q and of v. Measured on an
-#: H100, and 65 to 96 and 129 to 192 on an H200.
+#: H100; head_dim 65 to 96 and 129 to 192 on an H200.
 SM90_TILES = {
     (2, 32): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
     (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2, 1, True)),
@@ -83,8 +83,9 @@ SM90_SMALL_BATCH_TILES = {
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
     SM90_TILES[2, 160]: SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 3, 1)),
 }
-#: A batch with rows of at least FEWEST_MIN_SEQLEN tokens takes the same tiles if it has at most
-#: FEWEST_QUERIES queries over heads, 96 per SM: larger tiles would leave half of the SMs without work.
+#: A batch whose longest row has at least FEWEST_MIN_SEQLEN tokens takes these tiles too, if it has at
+#: most FEWEST_QUERIES queries summed over heads: 96 per SM of an H100. Larger tiles would leave half
+#: of the SMs without work.
 FEWEST_MIN_SEQLEN, FEWEST_QUERIES = 2048, 96 * 132
 
 #: A batch has long rows if the row of a mean pair of query and key is known to have this length.
@@ -98,9 +99,8 @@ SM90_LONG_ROW_TILES = {
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(dq=Sm90Tile(192, 64, 2, 1)),
 }
 
-#: Rows with at most MERGED_SEQLEN queries and keys share tiles, in launches of their own, if the mean
-#: row has at most MERGED_MEAN_SEQLEN tokens, and there are at least MANY_ROWS rows over all heads. A
-#: row of wide heads counts several times, see `count_rows`.
+#: Rows with at most MERGED_SEQLEN queries and keys share tiles, in launches of their own. Conditions:
+#: the mean row has at most MERGED_MEAN_SEQLEN tokens, and `count_rows` returns at least MANY_ROWS.
 MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS = 64, 96, 3000
 #: By the wider padded head_dim, half precision. A tile has MERGED_SEQLEN tokens of the rows that it
 #: cuts, and as many keys in forward and dq. Measured on an H200.
@@ -116,10 +116,10 @@ SM90_MERGED_TILES = {
 
 
 def count_rows(rows: int, head_dim: int) -> int:
-    """Return the number of rows over all heads that MANY_ROWS limits.
+    """Return the number of rows summed over heads, weighted by head_dim, to compare with MANY_ROWS.
 
     A tile of wide heads takes longer, and an SM runs one CTA with such tiles instead of three. So
-    fewer rows are many.
+    sharing tiles pays off for fewer rows.
     """
     if head_dim <= 64:
         return rows

@@ -104,8 +104,8 @@ def _load_tile(
 def _cap(x, softcap, CAPPED: tl.constexpr):
     """Return softcap * tanh(x / softcap).
 
-    With CAPPED 1 the error is as large as near the softcap. With CAPPED 2 it is relative to
-    the result.
+    With CAPPED 1 the absolute error is the same for all x, about the rounding error of the softcap.
+    With CAPPED 2 the error is relative to the result.
     """
     y = softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * _LOG2E / softcap)) + 1.0)
     if CAPPED == 2:
@@ -1021,9 +1021,9 @@ class Outputs(NamedTuple):
 
 
 class OptionFlags(NamedTuple):
-    """Which options of the loss a kernel computes.
+    """The options of the loss that a kernel computes.
 
-    CAPPED is 0 without a softcap, and 1 or 2 for a more accurate one, see `_cap`.
+    CAPPED is 0 without a softcap, 1 with a fast softcap, and 2 with an accurate one, see `_cap`.
     """
 
     CAPPED: int = 0
@@ -1161,7 +1161,7 @@ def visit_logits(
     )
     flags, smoothing_per_class = _NO_OPTIONS, 0.0
     if options is not PLAIN:
-        # The errors of logits in half precision are larger than the errors of the fast tanh.
+        # Logits in half precision have larger errors than the fast tanh.
         capped = 0 if options.softcap == 0 else 2 if x.dtype == torch.float32 else 1
         flags = OptionFlags(
             capped,

@@ -96,7 +96,7 @@ class Device:
         return self.capability in LARGE_SHARED_MEMORY
 
 
-#: The hardware of the device "meta", on which launches are recorded; empty before `describe_meta`.
+#: The hardware for which launches on the device "meta" are recorded; empty before `describe_meta`.
 _META: list[Device] = []
 
 

@@ -205,11 +205,11 @@ def launch_args(cls: type) -> Any:
     """Turn a class of annotated fields into the constructor of the named arguments of one kernel.
 
     The fields are the kernel's parameters before its constants, in the kernel's order. Their
-    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. Tensors that the
-    kernel writes are `Written` and `WrittenDescriptor` where launches can be recorded, see
-    `recording`. The constructor takes them by name and returns the tuple (pointers, specialized,
-    numbers, described, shapes). `specialized` has the addresses of the pointers and the strides: the
-    JIT chooses a variant by them.
+    annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. Kernels whose
+    launches can be recorded, see `recording`, annotate the tensors that they write with
+    `WrittenDescriptor` or `Written` instead. The constructor takes the fields by name and returns
+    the tuple (pointers, specialized, numbers, described, shapes). `specialized` has the addresses of
+    the pointers and the strides, by which the JIT chooses a variant.
 
     The constructor is a generated function, as in `collections.namedtuple`: an instance of a class
     would cost 0.7 microseconds more per launch. CPython 3.11 passes more than 15 keywords through a
@@ -231,7 +231,10 @@ def launch_args(cls: type) -> Any:
 
     @cache
     def launcher(*bound: str) -> Callable[..., Any]:
-        """Return a function for `bind_launch`, whose result takes the tensors that are not bound."""
+        """Return the function that `bind_launch` calls with the bound fields.
+
+        It returns a function of the other tensors that launches.
+        """
         free = [x for x in (*described, *pointers) if x not in bound]
         start = "start(programs, 1, 1, current_stream(launch.index), *fixed, "
         if described:
@@ -310,17 +313,32 @@ def bind_args(args: Any, **values: Any) -> Callable[..., Any]:
 
 
 def bind_launch(launch: "Launch", programs: int, args: Any, **values: Any) -> Callable[..., None]:
-    """Return a function of the tensors of `args` that launches with all other fields fixed.
+    """Return a function of tensors that launches with all other arguments fixed.
 
-    `values` has every stride and number, the shape of every descriptor, and the tensors that are
-    the same in all launches.
+    Parameters
+    ----------
+    launch
+        The kernel.
+    programs
+        The number of CTAs.
+    args
+        The kernel's named arguments, declared with `launch_args`.
+    **values
+        Every stride and number, the shape of every descriptor, and each pointer that is the same in
+        all launches.
+
+    Returns
+    -------
+    Callable
+        A function that takes the other pointers, and the tensors of all descriptors, by name.
     """
     shapes, strides, numbers = (
         tuple(values[name] for name in names)
         for names in (args.described, args.strides, args.numbers)
     )
     bound = {name: values[name] for name in args.pointers if name in values}
-    # The variant for tensors at multiples of 16. There is none for numbers beyond 32 bits.
+    # The key of the variant for tensors at multiples of 16; None for numbers beyond 32 bits, which
+    # always go through the JIT.
     kind: Any = None
     if max(0, *strides, *numbers) < _LIMIT:
         kind = _kind((*(0 for _ in args.pointers), *strides))
@@ -385,7 +403,8 @@ class Launch:
         The kernel's named arguments, declared with `launch_args`. Their names, followed by the
         names of the constants, must be the names of the kernel's parameters.
     unwritten
-        The name of an argument that the kernel does not write with these constants.
+        The name of an argument that the kernel does not write with these constants, although its
+        field in `args` says so.
     """
 
     __slots__ = (

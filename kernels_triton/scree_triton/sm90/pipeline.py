@@ -8,12 +8,23 @@ cores.
 Descriptors are ragged (see `launch.Ragged`): TMA itself ends at a row's last token and fills with
 zeros. So no tile ever holds a token of another row.
 
-A head is read as PARTS parts of BLOCK_D numbers: one part of 32, 64 or 128 up to head_dim 128,
-except three of 32 from 65 to 96; five of 32 up to 160, three of 64 up to 192, two of 128 up to 256.
+A head is read as PARTS parts of BLOCK_D numbers:
+
+========== ========================
+HEAD_DIM   parts
+========== ========================
+up to 64   one of 32 or 64
+65 to 96   three of 32
+97 to 128  one of 128
+129 to 160 five of 32
+161 to 192 three of 64
+193 to 256 two of 128
+========== ========================
+
 Where the parts are wider than HEAD_DIM, TMA fills the rest with zeros. The heads of v have
 HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the parts of one operand. Products that sum
-over the head dimension add up over the parts; products that produce the head dimension return a
-tuple of accumulators, of one part or of several adjacent ones each.
+over the head dimension add up over the parts. Products that produce the head dimension return a tuple
+of accumulators. Each accumulator has the columns of one part or of several adjacent parts.
 """
 
 from collections.abc import Iterator
@@ -150,8 +161,8 @@ def slot_parts(ring, slot, PARTS: gl.constexpr):
 
 # --- Warp-group products
 # Parts of 32 columns are adjacent panels of one matrix in shared memory. So one product can produce
-# several of them, which takes less time than products of 32 columns each. The last part is a product
-# of its own, as numbers of columns are powers of two.
+# several parts, in less time than products of 32 columns each. The last part has a product of its own,
+# because the number of columns of a product is a power of two.
 @gluon.constexpr_function
 def product_widths(block, parts, dim):
     """Return the columns of each product that produces `dim` columns in parts of `block`."""
@@ -202,7 +213,7 @@ def as_wide_matrix(ring, part, width: gl.constexpr):
 def operand_parts(ring, slot, PARTS: gl.constexpr, DIM: gl.constexpr):
     """Return the parts of a head in a slot of a ring as matrices.
 
-    The last part ends with the 16 columns that hold the last of DIM columns.
+    Columns after DIM are left out of the last part, if they are the last 16.
     """
     BLOCK: gl.constexpr = ring.shape[len(ring.shape) - 1]
     LAST: gl.constexpr = _last_width(BLOCK, PARTS, DIM)
@@ -220,14 +231,14 @@ def _zeros(rows: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scale_rows(part, factor):
-    """Multiply the rows of an accumulator; those with the factor 0 are 0, even if they are NaN."""
+    """Multiply the rows of an accumulator; a row with the factor 0 becomes 0, even if it is NaN."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None]
     return gl.where(factor == 0.0, 0.0, part * factor)
 
 
 @gluon.constexpr_function
 def columns_layout(columns):
-    """Return a layout of tiles with 8 adjacent numbers per thread."""
+    """Return a layout of a tile of this width, with 8 adjacent numbers per thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
@@ -246,7 +257,7 @@ def zero_accumulators(
 def start_mma_transposed(a, ring, slot, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Start a @ b^T, with b in a slot of a ring and both in parts of their columns.
 
-    The parts of a say how many columns count, see `operand_parts`.
+    Each product takes as many columns of b as the part of a has, see `operand_parts`.
     """
     ROWS: gl.constexpr = a[0].shape[0]
     COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
