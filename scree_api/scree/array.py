@@ -57,7 +57,7 @@ UPPER = UpperLayers({}, _not_filled, _not_filled, _not_filled)
 
 
 class CachedAttribute(Generic[T]):
-    """Decorator for a method without arguments whose result the object keeps as an attribute.
+    """Decorator of a method without arguments: its result becomes an attribute of the object.
 
     A property would run Python code at every access. Compilers cannot trace
     `functools.cached_property`.
@@ -66,7 +66,7 @@ class CachedAttribute(Generic[T]):
     def __init__(self, derive: Callable[[Any], T]) -> None:
         self.derive, self.name, self.__doc__ = derive, derive.__name__, derive.__doc__
 
-    # There is no `__set__`, so Python looks for a kept result before it calls this.
+    # There is no `__set__`, so Python looks for a stored result before it calls this.
     def __get__(self, obj: Any, owner: type | None = None) -> T:
         if obj is None:
             return self  # type: ignore[return-value]

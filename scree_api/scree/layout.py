@@ -23,7 +23,7 @@ LONG_ROW = 256
 MAX_STREAMS = 32
 #: Other layouts per layout for which data derived from both is kept; see `Layout.pair_cache`.
 MAX_PAIR_CACHES = 4
-#: Tokens per tile of a gather of one entry per row.
+#: Tokens per tile where `per_token` repeats entries per tile first.
 GATHERED_TILE = 32
 
 

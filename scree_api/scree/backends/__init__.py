@@ -91,9 +91,9 @@ class Backend:
         ``checkpoint(f)`` returns `f` with a backward pass that recomputes intermediate results; `f`
         itself in a library without gradients.
     gathers_rows_by_tiles
-        ``gathers_rows_by_tiles()`` returns whether a gather of one entry per row for the tokens of
-        the row goes through tiles. Its gradient then adds few numbers at one address. Atomic
-        additions of all tokens of a long row wait for each other.
+        ``gathers_rows_by_tiles()`` returns whether per-row entries are repeated per tile first, and
+        then per token. The gradient then adds one number per tile at an address, instead of one per
+        token. Many atomic additions at one address wait for each other.
     take_aligned
         ``take_aligned(x, axis, index)`` is `take_along_axis` for arrays whose other axes are equal.
         None unless the library's own function makes a compiler specialize on their sizes.
@@ -170,7 +170,7 @@ class Backend:
 
 
 def override(xp: Any, **functions: Callable[..., Any]) -> Any:
-    """Return the namespace `xp` with other functions for some names."""
+    """Return the namespace `xp` with some of its functions replaced."""
     module = ModuleType(xp.__name__, xp.__doc__)
     vars(module).update(vars(xp), **functions)
     return module

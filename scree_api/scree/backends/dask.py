@@ -11,7 +11,7 @@ from . import Backend, override
 def _take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
     axes = tuple(range(x.ndim))
     axis = axes[axis]
-    # The sizes along the axis differ, so the axis of `x` has another number.
+    # The sizes of `x` and `indices` along the axis differ, so the axis of `x` has another number.
     axes_of_x = tuple(x.ndim if dim == axis else dim for dim in axes)
     return xp.blockwise(
         np.take_along_axis,
@@ -31,7 +31,7 @@ def _read(x: Any) -> np.ndarray:
 
 
 def _device(x: Any) -> None:
-    """Return None: the chunks may be arrays of any library, which only a computation knows."""
+    """Return None: the chunks may be on any device, which is known only after a computation."""
 
 
 def _to_device(x: Any, device: Any) -> Any:

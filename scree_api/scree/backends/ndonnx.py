@@ -8,7 +8,7 @@ import numpy as np
 from . import UNREADABLE, Backend, override
 
 
-# The standard accepts indices of every integer dtype. ndonnx accepts only int64.
+# The standard accepts indices of every integer dtype, but ndonnx only int64.
 def _take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
     return ndonnx.take(x, indices.astype(ndonnx.int64, copy=False), axis=axis)
 

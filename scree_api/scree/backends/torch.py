@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from . import UNREADABLE, Backend
 
 _PLAIN_TYPES = torch.Tensor, torch.nn.Parameter
-# Every cached call calls these; three attributes of modules take longer than the functions.
+# Every cached call calls these functions. Finding them in their modules takes longer than the calls.
 _is_compiling = torch.compiler.is_compiling
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 MAX_INLINE_BYTES = 1 << 16  # copies up to this size are part of the launch in CUDA

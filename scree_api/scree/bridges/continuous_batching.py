@@ -197,10 +197,10 @@ def _is_admitted(name: str | None) -> bool:
 def admit_name(name: str) -> None:
     """Make `generate_batch` accept the name of an attention implementation, with block tables.
 
-    transformers decides by the name: it accepts names with "flash", for which it loads functions,
-    and passes block tables to names with "flash" and then "2" or "3". It has no block tables for
-    windowed layers. So this function replaces some functions of transformers by functions that
-    treat the admitted names differently, and all others as before.
+    transformers decides by the name. It accepts names with "flash", for which it loads functions. It
+    passes block tables to names with "flash" and then "2" or "3". It has no block tables for
+    windowed layers. So this function replaces some functions of transformers. The new functions
+    treat the admitted names differently, and all other names as before.
     """
     first, last = TESTED_VERSIONS
     if not first <= VERSION <= last:
@@ -260,7 +260,7 @@ def _replace_block_tables() -> None:
 
 
 def _replace_update() -> None:
-    """Give the cache to the attention function, which writes the new tokens itself: 5.24.
+    """Pass the cache to the attention function, which writes the new tokens itself: 5.24 and later.
 
     The method of transformers copies all keys and values of the requests.
     """

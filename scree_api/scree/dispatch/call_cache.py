@@ -38,7 +38,7 @@ def lookup(
     layout: Layout | None = None
     second: Layout | None = None
     axes: list[Any] = []  # per array: the layout it is on, and its ragged axis
-    # Every operation of a model runs this, so the common cases come first.
+    # Every call of an operation runs this loop, so the common cases come first.
     for x in arrays.values():
         if x is None:
             axes.append(None)

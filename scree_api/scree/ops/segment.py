@@ -351,7 +351,10 @@ def safe_divide(xp: Any, total: Any, count: Any) -> Any:
 
 
 def divide_by_weight(xp: Any, total: Any, weight: Any) -> Any:
-    """Return the quotient; NaN where the weight, a sum of any sign, is 0, with a gradient of 0."""
+    """Return the quotient; NaN where the weight is 0, with a gradient of 0 there.
+
+    In contrast to the count in `safe_divide`, the weight may be negative.
+    """
     return _divide_where(xp, weight != 0, total, weight)
 
 

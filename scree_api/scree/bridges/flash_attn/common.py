@@ -310,7 +310,7 @@ def check_shape(name: str, x: torch.Tensor, shape: Sequence[int], reason: str) -
 
 
 def check_unsupported(function: str, remedy: str = "", **arguments: Any) -> None:
-    """Raise `NotImplementedError` for the first argument that is not None."""
+    """Raise `NotImplementedError`, with the remedy, for the first argument that is not None."""
     for name, x in arguments.items():
         if x is not None:
             raise NotImplementedError(

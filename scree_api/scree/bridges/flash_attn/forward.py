@@ -1,6 +1,7 @@
-"""The forward passes of FlashAttention 2, shared by its public functions and those in `raw`.
+"""The forward passes of FlashAttention 2, shared by its public functions and the functions in `raw`.
 
-They return the output, the log-sum-exp or None, and the weights of calls with dropout or None.
+They return the output, the log-sum-exp or None, and the attention weights or None. Only calls with
+dropout have weights.
 """
 
 from __future__ import annotations

@@ -406,6 +406,7 @@ def _forward_results(
     lse: torch.Tensor,
     weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the results of a forward pass and the state of the random generator, as tensors."""
     rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if options.seed is not None:
         rng_state[:1] = options.seed
