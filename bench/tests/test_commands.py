@@ -234,7 +234,7 @@ def has_the_results_of_one_process(result: Result) -> None:
         name: [row.values[name] for row in result.rows if name in row.values]
         for name in ("relative_error", "loss_error", "resumed_loss_error")
     }
-    # Five batches; then two batches in three modes, one of which is saved and loaded.
+    # Attention: five batches. Models: two batches in three modes, of which FSDP2 saves and loads.
     assert [*map(len, errors.values())] == [5, 6, 2]
     assert max(map(max, errors.values())) < 1e-5
     received = {row.case["batch"]: row.values.get("received_bytes") for row in result.rows

@@ -46,9 +46,27 @@ def run(
     only: str = "",
     quick: bool = False,
 ) -> dict[str, OutcomeCounts]:
-    """Run every case whose name contains `only`, and return the outcomes per operation.
+    """Run cases of the suite, and return the outcomes per operation.
 
-    With `quick`, run the first case of each operation, and no law.
+    Parameters
+    ----------
+    backend
+        Name of the library, as in `LIBRARIES` or `PARTIAL_LIBRARIES`.
+    device
+        Device of the arrays, by the library's name for it. None is the library's default.
+    kernel
+        Provider that must run the operations. Operations without kernels are left out.
+    only
+        Run only cases whose name contains this text.
+    quick
+        Run only the first case of each operation, and no law.
+
+    Raises
+    ------
+    ValueError
+        If `backend` is unknown.
+    ImportError
+        If the library is not installed.
     """
     lib = load(backend, device)
     bench, results = Bench(lib, kernel), dict[str, OutcomeCounts]()

@@ -1,7 +1,8 @@
-"""Lower attention in JAX for CUDA, without a GPU, and compare what is launched with the kernels.
+"""Lower attention in JAX for CUDA without a GPU, and compare the launches with the kernels.
 
-Usage: lower_for_jax.py hopper|portable. The kernels are compiled for compute capability 9.0, and not
-run. On the CPU the same functions run the loops of JAX, and are compared with a plain loop per row.
+Usage: lower_for_jax.py hopper|portable. The kernels are compiled for compute capability 9.0, but do
+not run. On the CPU the same functions run the loops of JAX. Their results are compared with a plain
+loop per row.
 """
 
 import re
@@ -36,8 +37,8 @@ def offsets(lengths):
 
 def attend(q, k, v, offsets, **options):
     rows = scree.Array(q, offsets, max_length=max(LENGTHS))
-    others = rows.with_values(k), rows.with_values(v)
-    return scree.attention(rows, *others, kernel="triton_jax", **options)
+    keys_and_values = rows.with_values(k), rows.with_values(v)
+    return scree.attention(rows, *keys_and_values, kernel="triton_jax", **options)
 
 
 def expected(q, k, v, lengths):
@@ -87,7 +88,7 @@ def fields(message):
 
 
 def launches(text):
-    """Yield the number of buffers, the kernel and the parameters of each call in a lowered module."""
+    """Yield the number of arrays, the kernel and the parameters of each call in a lowered module."""
     call_pattern = r"custom_call @triton_kernel_call_ffi\((.*?)\).*?opaque = \"(.*?)\"\}.*?-> (.*)"
     for operands, opaque, types in re.findall(call_pattern, text):
         data = re.sub(
@@ -119,15 +120,15 @@ def check_parameters(text):
         entry = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
         assert entry[1] == name
         declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", entry[2])
-        given = []
+        passed = []
         for parameter in parameters:
             ((field, value),) = fields(parameter)
-            given.append({1: "u64", 3: "u32", 5: "u64", 7: "f32", 9: "b8"}[field])
+            passed.append({1: "u64", 3: "u32", 5: "u64", 7: "f32", 9: "b8"}[field])
             if field == 7:
                 assert np.isfinite(struct.unpack("<f", value)[0])
         declared = ["u32" if x == "b32" else x for x in declared]
-        # Scratch memory and the profiler follow.
-        assert declared == [*given, "u64", "u64"], (name, declared, given)
+        # The last two parameters of a kernel are scratch memory and the profiler's memory.
+        assert declared == [*passed, "u64", "u64"], (name, declared, passed)
         assert buffers >= sum(field in (1, 9) for x in parameters for field, _ in fields(x))
     return names
 
@@ -152,19 +153,19 @@ def check_other_platforms():
     q, k, v = arrays(4, 32, jnp.float32)
     attend_values = jax.jit(lambda *x: attend(*x, causal=True).values)
     for lengths in (LENGTHS, LENGTHS[::-1]):
-        got = attend_values(q, k, v, offsets(lengths))
-        np.testing.assert_allclose(got, expected(q, k, v, lengths), rtol=1e-5, atol=1e-5)
+        actual = attend_values(q, k, v, offsets(lengths))
+        np.testing.assert_allclose(actual, expected(q, k, v, lengths), rtol=1e-5, atol=1e-5)
     assert attend_values._cache_size() == 1, "new offsets compiled the function again"
 
     def loss(q, k, v, kernel, checkpoint=False):
         def run(q, k, v):
             rows = scree.Array(q, offsets(LENGTHS), max_length=max(LENGTHS))
-            others = rows.with_values(k), rows.with_values(v)
-            return scree.attention(rows, *others, causal=True, kernel=kernel).values
+            keys_and_values = rows.with_values(k), rows.with_values(v)
+            return scree.attention(rows, *keys_and_values, causal=True, kernel=kernel).values
 
         return jnp.sum(jnp.sin((jax.checkpoint(run) if checkpoint else run)(q, k, v)))
 
-    grads, wanted, again = (
+    grads, expected_grads, checkpointed_grads = (
         jax.grad(partial(loss, **options), argnums=(0, 1, 2))(q, k, v)
         for options in (
             {"kernel": "triton_jax"},
@@ -172,13 +173,13 @@ def check_other_platforms():
             {"kernel": "triton_jax", "checkpoint": True},
         )
     )
-    for x, y, z in zip(grads, wanted, again, strict=True):
+    for x, y, z in zip(grads, expected_grads, checkpointed_grads, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-5)
 
 
 def check_sort():
-    """Sort keys of 64 bits, as JAX without int64 does for schedules of many tiles."""
+    """Compare the sort of int64 keys as pairs of int32, for schedules of many tiles, with NumPy."""
     keys = np.random.default_rng(0).integers(0, 1 << 62, 1000) >> np.arange(1000) % 40
     pairs = triton_call.sort_descending(jnp.asarray(keys.view(np.int32).reshape(-1, 2)))
     np.testing.assert_array_equal(np.asarray(pairs).view(np.int64)[:, 0], np.sort(keys)[::-1])
@@ -195,10 +196,10 @@ def check_shard_map():
         return scree.attention(rows, rows.with_values(k), rows.with_values(v), causal=True).values
 
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
-    grads, wanted = (
+    grads, expected_grads = (
         jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(*x)))))(inputs) for f in (sharded, run)
     )
-    np.testing.assert_allclose(grads, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grads, expected_grads, rtol=1e-5, atol=1e-5)
 
 
 def check_vmap_is_refused():
@@ -216,7 +217,7 @@ def check_vmap_is_refused():
 
 def main():
     hopper = sys.argv[1] == "hopper"
-    version = TRITON_VERSION if hopper else (0, 0)  # no Gluon kernels are tested with it
+    version = TRITON_VERSION if hopper else (0, 0)  # no Gluon kernel runs with an untested version
     describe_meta(Device("nvidia", (9, 0), 132, 227 << 10, 50 << 20, version))
     scree.register_kernel("attention", provider="triton_jax", rejects=kernels.rejects)(
         kernels.attention

@@ -1,4 +1,4 @@
-"""Gradients of attention to parts of the keys add up to the gradients of attention to all keys."""
+"""Gradients through parts of the keys add up to the gradients of attention to all keys."""
 
 import pytest
 import torch
@@ -14,23 +14,25 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("kernel", ["triton", "standard"])
 @pytest.mark.parametrize("dim", [16, 32])
 def test_gradients_of_two_parts_add_up(kernel, dim):
-    lengths, others = [5, 17, 1], [20, 3, 9]  # own tokens, and the keys before them
+    lengths, earlier_lengths = [5, 17, 1], [20, 3, 9]  # own keys, and keys before them
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE)
 
     q, k, v = (random(sum(lengths), heads, dim) for heads in (4, 2, 2))
-    more_k, more_v = (random(sum(others), 2, dim) for _ in range(2))
+    earlier_k, earlier_v = (random(sum(earlier_lengths), 2, dim) for _ in range(2))
     dout, dlse = random(sum(lengths), 4, dim), random(sum(lengths), 4)
 
-    # All keys of a row: the earlier ones, then its own.
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, more_k, more_v)]
+    # All keys of a row: the earlier keys, then its own keys.
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, earlier_k, earlier_v)]
     joined = [
-        torch.cat([part for pair in zip(a.split(others), b.split(lengths)) for part in pair])
+        torch.cat(
+            [part for pair in zip(a.split(earlier_lengths), b.split(lengths)) for part in pair]
+        )
         for a, b in ((leaves[3], leaves[1]), (leaves[4], leaves[2]))
     ]
-    keys = scree.from_lengths(joined[0], [a + b for a, b in zip(others, lengths)])
+    keys = scree.from_lengths(joined[0], [a + b for a, b in zip(earlier_lengths, lengths)])
     queries = scree.from_lengths(leaves[0], lengths)
     out, lse = scree.attention(
         queries, keys, keys.with_values(joined[1]), causal=True, return_lse=True, kernel="standard"
@@ -46,16 +48,22 @@ def test_gradients_of_two_parts_add_up(kernel, dim):
         call = AttentionGradientCall(attention, *arrays)
         return OPERATIONS["attention_gradient"].run_call(call, kernel)
 
-    own = gradients(k, v, lengths, True)
-    other = gradients(more_k, more_v, others, False)
-    actual = (own[0] + other[0], own[1], own[2], other[1], other[2])
+    own_grads = gradients(k, v, lengths, True)
+    earlier_grads = gradients(earlier_k, earlier_v, earlier_lengths, False)
+    actual = (
+        own_grads[0] + earlier_grads[0],
+        own_grads[1],
+        own_grads[2],
+        earlier_grads[1],
+        earlier_grads[2],
+    )
     for x, y in zip(actual, expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("keys", [[4, 40, 4], [9, 70, 30]])
 def test_keys_before_a_cut_have_a_window_without_right_bound(keys):
-    """Query i sees the keys from i on, as the first queries after a cut see the window before it."""
+    """Query i sees the keys from i on: the first queries after a cut see keys before the cut."""
     lengths = [4, 40, 4]
     results = []
     for kernel, dtype in (("standard", torch.float64), ("triton", torch.float32)):

@@ -1,4 +1,4 @@
-"""The kernels that JAX launches get the arguments that they declare."""
+"""JAX launches each kernel with the arguments that the kernel declares."""
 
 import os
 import subprocess

@@ -167,7 +167,7 @@ def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, n
 
 @pytest.mark.parametrize(("stride", "number", "calls"), [(16, 3, 3), (16, 1 << 31, 5), (8, 3, 3)])
 def test_bind_launch_passes_what_a_launch_passes(jit, stride, number, calls):
-    """Only one variant is kept; unaligned pointers and large numbers take the usual way."""
+    """Only one variant is kept; unaligned pointers and large numbers are launched by `Launch`."""
     kernels = jit(), jit()
     launch = launch_of(kernels[0])
 
@@ -390,7 +390,7 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
 
 
 def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypatch):
-    """Bound tensors and shapes equal those of a call, also for a tensor at an odd address."""
+    """Launches with bound tensors and shapes equal calls of `Launch`, also at an unaligned address."""
     encoded = []
 
     def encode(described, how):

@@ -433,7 +433,7 @@ def test_cut_rows_cuts_only_where_whole_rows_are_unbalanced() -> None:
     # The longest row first: 13 + 4 and 13. Exchanging 700 and 500 balances the ranks.
     assert cut_and_loads([800, 700, 600, 500, 400], 2) == ([], [1500, 1500])
     assert cut_and_loads([900, 500, 400, 300, 300, 300], 3) == ([], [900, 900, 900])
-    # A row above its share is cut; else the shortest row that is enough.
+    # A row above the mean cost is cut; otherwise the shortest row that is enough.
     rows, loads = cut_and_loads([1000, 600, 320], 2)
     assert rows == [0] and max(loads) <= 961
     rows, loads = cut_and_loads([900, 900, 300], 2)

@@ -15,7 +15,7 @@ import scree
 from scree.data import TokenBudgetSampler, collate
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 1, 160).astype(int), 2, 64)
-#: Batches per optimizer step, of all processes together; steps before and after the checkpoint.
+#: Batches per optimizer step, summed over processes, and steps before and after the checkpoint.
 WINDOW, BEFORE, AFTER = 4, 3, 3
 
 
@@ -60,8 +60,8 @@ class Run:
         window, losses = WINDOW // self.num_ranks, []
         batches = iter(self.sampler)
         for _ in range(steps):
-            rows = list(islice(batches, window))
-            step = [collate([torch.arange(LENGTHS[i]) % 50 for i in batch]) for batch in rows]
+            indices = list(islice(batches, window))
+            step = [collate([torch.arange(LENGTHS[i]) % 50 for i in batch]) for batch in indices]
             sums = torch.tensor([0.0, sum(x.total_length - x.batch_size for x in step)])
             if self.group is not None:
                 dist.all_reduce(sums, group=self.group)
@@ -123,5 +123,5 @@ def test_checkpoint_of_two_processes_continues_on_one_and_on_four(tmp_path: Path
     losses = torch.load(tmp_path / "losses.pt")
     np.testing.assert_allclose(losses[1], losses[2], rtol=1e-5)
     np.testing.assert_allclose(losses[4], losses[2], rtol=1e-5)
-    # The checkpoint has trained parameters.
+    # The loss is below the loss of an untrained model, so the parameters were loaded.
     assert losses[2][0] < losses[0][0] - 0.05

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.needs("jax")
 
-#: Lengths of rows, and (causal, window); a device may have no token.
+#: Lengths of rows, and (causal, window) of each call; some devices have no token.
 CASES: list[tuple[list[int], list[Any]]] = [
     ([17, 3, 0, 9, 45], [(True, 5), (False, None)]),
     ([1, 0, 30], [(True, None)]),
@@ -78,7 +78,7 @@ def check() -> None:
         if len(masks) == 1:
             continue
         compare(lambda x: scree.softmax(x), [random(total, 3)], lengths)
-        # Losses and reductions of rows; tails are not counted.
+        # Losses and reductions of rows do not count tokens of no row.
         logits = scree.from_lengths(random(total, 7), lengths)
         ids = jnp.asarray(rng.integers(0, 7, total))
         targets = logits.with_values(jnp.where(ids == 3, -100, ids))
@@ -117,10 +117,10 @@ def check() -> None:
 
 
 def test_shards_have_the_results_and_gradients_of_whole_rows() -> None:
-    # The number of devices is fixed when JAX starts.
+    # JAX reads the number of devices when it starts, so the comparisons have their own process.
     flags = "--xla_force_host_platform_device_count=8"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiles in half the time
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # halves the time of compilation
     run = subprocess.run(
         [sys.executable, str(Path(__file__))], env=environment, capture_output=True, text=True
     )

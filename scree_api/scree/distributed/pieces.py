@@ -80,8 +80,9 @@ def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> 
                 break
         num_cut, step = min(num_cut + step, order.size), 2 * step
     cut, whole = np.sort(cut), np.sort(order[~np.isin(order, cut)])
-    shares = np.maximum(mean - loads, 0) if cut.size else np.ones(num_ranks)
-    halves = shares / shares.sum() / 2
+    missing_costs = np.maximum(mean - loads, 0) if cut.size else np.ones(num_ranks)
+    # Fraction of each cut row in each of the two chunks of a rank.
+    halves = missing_costs / missing_costs.sum() / 2
     ends = np.cumsum(np.append(halves, halves[::-1]))
     ends[-1] = 1
     # (cut rows, chunks + 1) bounds of the chunks.
@@ -140,23 +141,28 @@ def _assign_whole_rows(
         loads[rank] = load
     for _ in range(MAX_EXCHANGES * num_ranks if rows.size else 0):
         heaviest = int(np.argmax(loads))
-        given = rows[rank_of_row[rows] == heaviest]
+        rows_to_give = rows[rank_of_row[rows] == heaviest]
         best = loads[heaviest] * (1 - 1e-9), -1, -1, -1
         for other in np.argsort(loads, kind="stable").tolist():
             if other == heaviest:
                 continue
             # Candidates for the exchange, in descending order of cost; -1 is no row.
-            taken = np.append(rows[rank_of_row[rows] == other], -1)
-            values = np.append(costs[taken[:-1]], 0.0)
-            ideal = costs[given] - (loads[heaviest] - loads[other]) / 2
-            index = np.searchsorted(-values, -ideal)
+            rows_to_take = np.append(rows[rank_of_row[rows] == other], -1)
+            costs_to_take = np.append(costs[rows_to_take[:-1]], 0.0)
+            ideal = costs[rows_to_give] - (loads[heaviest] - loads[other]) / 2
+            index = np.searchsorted(-costs_to_take, -ideal)
             for candidate in (index - 1, index):
-                candidate = np.clip(candidate, 0, values.size - 1)
-                moved = costs[given] - values[candidate]
+                candidate = np.clip(candidate, 0, costs_to_take.size - 1)
+                moved = costs[rows_to_give] - costs_to_take[candidate]
                 highest = np.maximum(loads[heaviest] - moved, loads[other] + moved)
                 i = int(np.argmin(highest))
                 if highest[i] < best[0]:
-                    best = float(highest[i]), int(given[i]), int(taken[candidate[i]]), other
+                    best = (
+                        float(highest[i]),
+                        int(rows_to_give[i]),
+                        int(rows_to_take[candidate[i]]),
+                        other,
+                    )
         _, row, back, other = best
         if row < 0:
             break
