@@ -3,10 +3,10 @@
 `python conformance/clients/continuous_batching.py --attention scree_flash2 --model llama` runs one
 implementation. The peers are transformers' own paths:
 
-- `sdpa`;
-- `fa4_flash2`, its path for FlashAttention, with the functions of FlashAttention 4;
-- `fa2_flash2`, the same path with the kernels of FlashAttention 2 in PyTorch. These take no pages, so
-  this path has no block tables.
+- `sdpa`.
+- `fa4_flash2`: its path for FlashAttention, with the functions of FlashAttention 4.
+- `fa2_flash2`: the same path, with the kernels of FlashAttention 2 in PyTorch. These kernels take no
+  pages, so this path has no block tables.
 """
 
 from __future__ import annotations

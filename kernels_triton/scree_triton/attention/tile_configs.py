@@ -83,9 +83,9 @@ SM90_SMALL_BATCH_TILES = {
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
     SM90_TILES[2, 160]: SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 3, 1)),
 }
-#: A batch whose longest row has at least FEWEST_MIN_SEQLEN tokens takes these tiles too, if it has at
-#: most FEWEST_QUERIES queries summed over heads: 96 per SM of an H100. Larger tiles would leave half
-#: of the SMs without work.
+#: A batch whose longest row has at least FEWEST_MIN_SEQLEN tokens takes these tiles too, if its queries
+#: summed over heads are at most FEWEST_QUERIES. That is 96 per SM of an H100. Larger tiles would leave
+#: half of the SMs without work.
 FEWEST_MIN_SEQLEN, FEWEST_QUERIES = 2048, 96 * 132
 
 #: A batch has long rows if the row of a mean pair of query and key is known to have this length.

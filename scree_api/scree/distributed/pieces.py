@@ -44,9 +44,10 @@ class Pieces:
 def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
     """Divide rows over ranks, with equal sums of ``a * L + b * L**2``.
 
-    Rows stay whole if no rank then costs more than `TOLERANCE` times the mean. Otherwise the shortest
-    row is cut that is enough. If no single row is enough, the k longest rows are cut, with the
-    smallest k for which the whole rows of no rank cost more than the limit.
+    The limit of a rank is `TOLERANCE` times the mean cost. Rows that cost more than the limit are cut.
+    If there are none, and whole rows exceed the limit of one rank only, the cheapest row is cut that
+    is enough. Otherwise more of the longest rows are cut, in doubling steps, until the whole rows of
+    no rank exceed the limit.
 
     Each cut row has two chunks per rank, in the order 0, 1, ... r, r, ... 1, 0 of the ranks. Both
     chunks of a rank have the same length. So with a causal mask too, their queries see half of the

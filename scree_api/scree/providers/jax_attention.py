@@ -1,7 +1,7 @@
 """Attention in JAX, with loops whose number of steps is read at run time.
 
-Forward and backward follow FlashAttention-2 (Dao, 2023). Each tile of queries runs a loop over the
-tiles of keys of its row, up to the last key that any of its queries sees. The gradients of keys and
+Forward and backward follow FlashAttention-2 (Dao, 2023). Each tile of queries runs a loop over tiles
+of keys of its row, from the first to the last key that its queries see. The gradients of keys and
 values come from the same loop with queries and keys exchanged. Only the inputs, the output and the
 log-sum-exp are saved for the backward pass.
 
