@@ -143,7 +143,7 @@ def opinfo(session: nox.Session) -> None:
 
 @nox.session(venv_params=["--system-site-packages"])
 def upstream_tests(session: nox.Session) -> None:
-    """Run the test files of FlashAttention, PyTorch, Liger-Kernel and quack through scree.
+    """Run test files of FlashAttention, PyTorch, Liger-Kernel, quack and transformers on scree.
 
     The arguments are checkouts of these projects: `upstream_tests -- flash_attn=DIR liger=DIR`.
     Without arguments the session lists the projects, with their commits and licences. On a CPU it
@@ -151,7 +151,7 @@ def upstream_tests(session: nox.Session) -> None:
     """
     session.install(
         *("-c", "constraints.txt", "-e", ".[test,triton]", "-e", "conformance"),
-        *("einops>=0.8", "expecttest>=0.3", "transformers>=5", "pytest-xdist>=3"),
+        *("einops>=0.8", "expecttest>=0.3", "transformers>=5", "pytest-xdist>=3", "parameterized"),
     )
     session.run("python", "conformance/upstream/run.py", *session.posargs)
 
@@ -174,9 +174,8 @@ def clients(session: nox.Session) -> None:
     if len(session.posargs) != 1:
         session.error("expected the folder of the checkouts: nox -s clients -- FOLDER")
     install(session, "torch")
-    session.install(
-        "accelerate", "datasets", "filelock", "requests", "scikit-learn"
-    )  # TRL, encoders
+    # TRL and the encoders of sentence-transformers
+    session.install("accelerate", "datasets", "filelock", "requests", "scikit-learn")
     session.install("spmd_types", "torchdata", "tyro")  # torchtitan
     tokens = str(Path(session.create_tmp()) / "tokens.json")
     for name, runs in {

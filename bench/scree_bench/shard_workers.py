@@ -234,12 +234,10 @@ class Worker:
         self.row(case, "scree, one device", **one)
         cost = self._attention_cost(batch.window)
         seconds = {name: median(one[name]) / self.world for name in ("forward_s", "step_s")}
-        for exchange in (None, "keys", "heads"):
+        for exchange in (None, "heads"):
             shards = [shard(x, self.mesh, cost=cost, exchange=exchange) for x in whole]
             cut: Any = shards[0].layout.cut
-            if exchange == "heads" and kv_heads % self.world:
-                continue
-            if exchange is not None and not cut.is_cut:
+            if exchange == "heads" and (kv_heads % self.world or not cut.is_cut):
                 continue
             two = self._attention_times(shards, batch.window)
             for name, ideal in seconds.items():
@@ -493,7 +491,9 @@ class Worker:
         model: Any = _make_module(size, self.job.device, self.dtype)
         is_parallel = not mode.startswith("one")
         if mode.endswith("FSDP2"):
-            torch.distributed.fsdp.fully_shard(model, mesh=self.mesh)
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model, mesh=self.mesh)
         elif is_parallel:
             model = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)

@@ -41,7 +41,7 @@ def test_report_that_is_missing_is_a_failure(run: ModuleType, tmp_path: Path) ->
 
 def test_suites_name_commit_and_licence(run: ModuleType) -> None:
     for suite in run.SUITES.values():
-        assert re.fullmatch("[0-9a-f]{40}", suite.commit) and suite.licence
+        assert re.fullmatch(r"[0-9a-f]{40}|v[\d.]+", suite.commit) and suite.licence
         assert suite.repository.startswith("https://github.com/") and suite.files
     for excluded in (run.EXCLUDED, run.EXCLUDED_ON_CPU):
         assert set(excluded) <= set(run.SUITES)

@@ -1,8 +1,9 @@
-"""Run the test files of other projects through scree, from checkouts of these projects.
+r"""Run the test files of other projects through scree, from checkouts of these projects.
 
 Usage::
 
-    python conformance/upstream/run.py flash_attn=DIR liger=DIR quack=DIR torch=DIR [options]
+    python conformance/upstream/run.py flash_attn=DIR liger=DIR quack=DIR torch=DIR \
+        transformers=DIR [options]
 
 A directory may also be given as an environment variable, for instance ``SCREE_LIGER=DIR``. On a
 CPU a few cases of each test run. No file of these projects is part of scree.
@@ -32,9 +33,9 @@ class Suite:
     Attributes
     ----------
     repository, commit, licence
-        The tested state of the project.
+        The tested state of the project: a commit, or the tag of a release.
     files
-        Test files, relative to the checkout.
+        Test files, relative to the checkout or absolute.
     changes
         (before, after) of the lines that are changed in a copy of each file.
     cpu_changes
@@ -88,6 +89,14 @@ SUITES = {
         "Apache-2.0",
         tuple(f"tests/test_{name}.py" for name in _QUACK.split()),
         draw=(4, 24),
+    ),
+    # The source distribution of the installed version; transformers has no tests of its models there.
+    "transformers": Suite(
+        "https://github.com/huggingface/transformers",
+        "v5.23.0",
+        "Apache-2.0",
+        (str(HERE / "transformers_models.py"),),
+        draw=(0, 0),
     ),
 }
 

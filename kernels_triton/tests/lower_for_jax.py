@@ -177,6 +177,13 @@ def check_other_platforms():
         np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-5)
 
 
+def check_sort():
+    """Sort keys of 64 bits, as JAX without int64 does for schedules of many tiles."""
+    keys = np.random.default_rng(0).integers(0, 1 << 62, 1000) >> np.arange(1000) % 40
+    pairs = triton_call.sort_descending(jnp.asarray(keys.view(np.int32).reshape(-1, 2)))
+    np.testing.assert_array_equal(np.asarray(pairs).view(np.int64)[:, 0], np.sort(keys)[::-1])
+
+
 def check_shard_map():
     mesh = Mesh(np.array(jax.devices()), "heads")
     random = np.random.default_rng(0)
@@ -219,6 +226,7 @@ def main():
     check_launches(hopper, 64, jnp.float32)
     if not hopper:
         check_other_platforms()
+        check_sort()
         check_shard_map()
         check_vmap_is_refused()
     print("passed")

@@ -51,3 +51,31 @@ def test_gradients_of_two_parts_add_up(kernel, dim):
     actual = (own[0] + other[0], own[1], own[2], other[1], other[2])
     for x, y in zip(actual, expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("keys", [[4, 40, 4], [9, 70, 30]])
+def test_keys_before_a_cut_have_a_window_without_right_bound(keys):
+    """Query i sees the keys from i on, as the first queries after a cut see the window before it."""
+    lengths = [4, 40, 4]
+    results = []
+    for kernel, dtype in (("standard", torch.float64), ("triton", torch.float32)):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, dout = (
+            torch.randn((n, heads, 16), generator=generator, dtype=torch.float64)
+            .to(DEVICE, dtype)
+            .requires_grad_()
+            for n, heads in ((sum(lengths), 4), (sum(keys), 2), (sum(keys), 2), (sum(lengths), 4))
+        )
+        rows = scree.from_lengths(k, keys)
+        out, lse = scree.attention(
+            scree.from_lengths(q, lengths),
+            rows,
+            rows.with_values(v),
+            window=(0, None),
+            return_lse=True,
+            kernel=kernel,
+        )
+        grads = torch.autograd.grad((out.values * dout).sum(), (q, k, v))
+        results.append([x.float() for x in (out.values, lse.values, *grads)])
+    for expected, actual in zip(*results):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -262,7 +262,10 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
     for heads, head_dim, rows, tokens, max_seqlen, expected in (
         (1, 16, 1, 40, 40, (True, False)),
         (1, 16, 1, 40, UNBOUNDED, (False, False)),
-        (1, 16, 1, 40, 1601, (False, False)),
+        (1, 16, 1, 40, 2047, (False, False)),
+        (1, 16, 1, 40, 2048, (True, False)),
+        (316, 16, 1, 40, 2048, (True, False)),
+        (317, 16, 1, 40, 2048, (False, False)),
         (2000, 16, 1, 40, 40, (False, False)),
         (50, 16, 2, 40, 40, (True, True)),
         (50, 16, 2, 40, UNBOUNDED, (False, False)),
@@ -270,6 +273,8 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         (49, 64, 2, 40, 40, (True, False)),
         (17, 72, 2, 40, 40, (True, True)),
         (16, 72, 2, 40, 40, (True, False)),
+        (7, 248, 2, 40, 40, (True, True)),
+        (6, 248, 2, 40, 40, (True, False)),
         (2000, 16, 2, 40, 40, (False, True)),
     ):
         cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)

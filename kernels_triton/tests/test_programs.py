@@ -268,6 +268,21 @@ def test_compile_time_grows_linearly_with_depth():
     assert sixteen - eight < 8 * max(2 * per_layer, 0.5), (two, eight, sixteen)
 
 
+FIRST_CALL = """
+import torch
+import scree
+norm = torch.compile(scree.rms_norm, fullgraph=True, backend="aot_eager")
+x = torch.arange(6.0).reshape(2, 3)
+assert torch.allclose(norm(x), scree.rms_norm(x)), norm(x)
+"""
+
+
+def test_first_call_of_a_process_on_dense_arrays_may_be_compiled():
+    """It registers the kernels while Dynamo traces."""
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_register_lowerings_knows_every_operator():
     from torch._inductor.lowering import lowerings
 

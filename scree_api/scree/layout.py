@@ -23,6 +23,8 @@ LONG_ROW = 256
 MAX_STREAMS = 32
 #: Other layouts per layout for which data derived from both is kept; see `Layout.pair_cache`.
 MAX_PAIR_CACHES = 4
+#: Tokens per tile of a gather of one entry per row.
+GATHERED_TILE = 32
 
 
 class Tiles(NamedTuple):
@@ -336,7 +338,13 @@ class Layout:
         if 0 in per_row.shape:
             shape = (self.total, *per_row.shape[1:])
             return self.xp.zeros(shape, dtype=per_row.dtype, device=self.device)
-        return self.xp.take(per_row, self.clipped_segment_ids, axis=0)
+        xp = self.xp
+        if self.backend.gathers_rows_by_tiles() and xp.isdtype(per_row.dtype, "real floating"):
+            per_tile = xp.take(per_row, self.tiles(GATHERED_TILE).rows, axis=0)
+            shape = (per_tile.shape[0], GATHERED_TILE, *per_row.shape[1:])
+            slots = xp.reshape(xp.broadcast_to(per_tile[:, None], shape), (-1, *shape[2:]))
+            return xp.take(slots, self.tile_slots(GATHERED_TILE), axis=0)
+        return xp.take(per_row, self.clipped_segment_ids, axis=0)
 
     def starts_and_lengths(self, layout: Layout) -> tuple[Any, Any]:
         """Return per token, (total,), where its row starts in `layout`, and how long it is there.

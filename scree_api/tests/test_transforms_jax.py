@@ -329,3 +329,33 @@ def test_second_derivatives_and_forward_mode_by_the_standard_path() -> None:
     step = 1e-2
     up, down = (jax.jit(jax.grad(energy))(x.values + s * direction) for s in (step, -step))
     np.testing.assert_allclose(second, (up - down) / (2 * step), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+def test_softmax_gradient_on_accelerator_equals_loop_over_rows(on_accelerator, monkeypatch):
+    # On accelerators a gather of one entry per row goes through tiles, and steps are larger.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if on_accelerator else "cpu")
+    lengths, tail = [40, 0, 70, 1], 5
+    random = np.random.default_rng(0)
+    x, weight = (jnp.asarray(random.standard_normal((sum(lengths) + tail, 3))) for _ in "xw")
+    offsets = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+
+    def loss_of_rows(x: Any) -> Any:
+        parts = np.cumsum([0, *lengths])
+        rows = [(x[a:b], weight[a:b]) for a, b in zip(parts, parts[1:])]
+        return sum(jnp.sum(jax.nn.softmax(a, axis=0) * b) for a, b in rows)
+
+    def ragged(x: Any, offsets: Any) -> Any:
+        rows = scree.Array(x, offsets, max_length=max(lengths))
+        weighted = scree.softmax(rows) * rows.with_values(weight)
+        return jnp.sum(scree.namespace(rows).sum(weighted, axis=1))
+
+    got, want = jax.jit(jax.grad(ragged))(x, offsets), jax.grad(loss_of_rows)(x)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+    @jax.jit
+    def forward_mode(x: Any, tangent: Any, offsets: Any) -> Any:
+        return jax.jvp(partial(ragged, offsets=offsets), (x,), (tangent,))[1]
+
+    tangent = forward_mode(x, weight, offsets)
+    np.testing.assert_allclose(tangent, jnp.sum(want * weight), rtol=1e-5)

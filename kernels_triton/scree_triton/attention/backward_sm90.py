@@ -17,10 +17,14 @@ from ..sm90.pipeline import (
     allocate_barriers,
     allocate_ring,
     allocate_tile_queue,
+    as_matrix,
+    as_wide_matrix,
+    columns_layout,
     fetch_tile,
     head_coordinate,
     load_slot,
     load_tile,
+    operand_parts,
     pdl_launch_dependents,
     pdl_wait,
     ping_pong_arrive,
@@ -30,7 +34,6 @@ from ..sm90.pipeline import (
     receive_attended,
     receive_tile,
     slot_bytes,
-    slot_parts,
     start_copy,
     start_mma,
     start_mma_transposed,
@@ -282,7 +285,7 @@ def _dq_step(
         if WINDOW:
             ds = gl.where((diagonal - window_left)[:, None] <= offs_n[None, :], ds, 0.0)
     ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
+    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
@@ -317,6 +320,7 @@ def _dq_of_group(
     STAGES: gl.constexpr,
     LAYOUT_S: gl.constexpr,
     LAYOUT_O: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):
     """Compute dQ of a tile whose queries attend keys of one block only, and add sum(P * dP) to delta.
 
@@ -342,8 +346,8 @@ def _dq_of_group(
         p *= 1.0 - capped * capped
     ds = gl.where(is_attended, p * (dp - delta[:, None]), 0.0)
     ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    dq = zero_accumulators(q[0].shape[0], PARTS, LAYOUT_O)
-    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
+    dq = zero_accumulators(q[0].shape[0], k_smem.shape[len(k_smem.shape) - 1], PARTS, HEAD_DIM)
+    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds)
     dq = isolate_rows(dq, ds, k_smem, stage, first_key, end_key, offs_n, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq, delta
@@ -378,9 +382,7 @@ def _dq_consumer(
     WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LAYOUT_OUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
-    )
+    LAYOUT_OUT: gl.constexpr = columns_layout(BLOCK_DV)
     q_smem, k_smem, v_smem, do_smem, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
     (
         dq_desc,
@@ -407,8 +409,8 @@ def _dq_consumer(
     q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
     while seqlen_q > 0:
         slot = (work_idx % Q_STAGES) * CONSUMERS + wg
-        q = slot_parts(q_smem, slot, PARTS)
-        do = slot_parts(do_smem, slot, PARTS_V)
+        q = operand_parts(q_smem, slot, PARTS, HEAD_DIM)
+        do = operand_parts(do_smem, slot, PARTS_V, HEAD_DIM_V)
         diagonal_offset = seqlen_k - seqlen_q
         wg_start_m = start_m + wg * WG_M
         offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
@@ -429,7 +431,11 @@ def _dq_consumer(
                 ),
                 other=0.0,
             )
-            part = gl.sum(out.to(gl.float32) * do[p].load(LAYOUT_OUT).to(gl.float32), 1)
+            part = gl.sum(
+                out.to(gl.float32)
+                * as_matrix(do_smem.index(slot * PARTS_V + p)).load(LAYOUT_OUT).to(gl.float32),
+                1,
+            )
             delta += gl.convert_layout(part, gl.SliceLayout(1, LAYOUT_S))
         if HAS_DLSE:
             delta -= gl.load(
@@ -525,11 +531,12 @@ def _dq_consumer(
                 STAGES,
                 LAYOUT_S,
                 LAYOUT_O,
+                HEAD_DIM,
             )
             gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
             step += 1
         else:
-            dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
+            dq = zero_accumulators(WG_M, BLOCK_D, PARTS, HEAD_DIM)
             for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
                 dq = _dq_step(
                     wg,
@@ -564,8 +571,10 @@ def _dq_consumer(
                     PING_PONG,
                 )
                 step += 1
-        for p in gl.static_range(PARTS):
-            q[p].store((dq[p] * score_derivative(scale, softcap, SOFTCAP)).to(q_smem.dtype))
+        for i in gl.static_range(len(dq)):
+            as_wide_matrix(
+                q_smem, slot * PARTS + i * (dq[0].shape[1] // BLOCK_D), dq[i].shape[1]
+            ).store((dq[i] * score_derivative(scale, softcap, SOFTCAP)).to(q_smem.dtype))
         fence_async_shared()
         store_slot(
             dq_desc,
@@ -1196,14 +1205,14 @@ def _dkdv_step(
             p *= 1.0 - capped * capped
         if not MERGED:
             delta = delta_smem.index(stage).load(COLUMN)
-            dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
+            dp = warpgroup_mma_wait(len(dv), deps=(dp,))
         ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_smem.dtype), OPERAND)
         dk = start_mma(ds, q_smem, stage, dk, PARTS)
     if HAS_DV:
-        dv = wait_mma(PARTS if HAS_DK else 0, dv, p_operand, PARTS_V)
+        dv = wait_mma(len(dk), dv, p_operand)
     mbarrier.arrive(do_empty.index(stage), count=1)
     if HAS_DK:
-        dk = wait_mma(0, dk, ds, PARTS)
+        dk = wait_mma(0, dk, ds)
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
 
@@ -1216,7 +1225,7 @@ def store_layout(accumulator, columns, in_float32):
     """
     if in_float32:
         return accumulator
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+    return columns_layout(columns)
 
 
 @gluon.jit
@@ -1251,10 +1260,6 @@ def _dkdv_consumer(
 ):
     WG_N: gl.constexpr = BLOCK_N // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LAYOUT_DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    LAYOUT_STORE: gl.constexpr = store_layout(LAYOUT_DK, BLOCK_D, IN_FLOAT32)
-    LAYOUT_STORE_V: gl.constexpr = store_layout(LAYOUT_DV, BLOCK_DV, IN_FLOAT32)
     (
         q_smem,
         k_smem,
@@ -1279,8 +1284,8 @@ def _dkdv_consumer(
     mbarrier.wait(k_full.index(0), 0)
     k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(0))
     while seqlen_k > 0:
-        k = slot_parts(k_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS)
-        v = slot_parts(v_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS_V)
+        k = operand_parts(k_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS, HEAD_DIM)
+        v = operand_parts(v_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS_V, HEAD_DIM_V)
         if KV_IN_REGISTERS:
             k = (k[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
             v = (v[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
@@ -1343,8 +1348,8 @@ def _dkdv_consumer(
         full_m_block_max = (
             gl.maximum(wg_start_n + seqlen_q - seqlen_k + window_left + 1, 0) // BLOCK_M
         )
-        dk = zero_accumulators(WG_N, PARTS if HAS_DK else 0, LAYOUT_DK)
-        dv = zero_accumulators(WG_N, PARTS_V if HAS_DV else 0, LAYOUT_DV)
+        dk = zero_accumulators(WG_N, BLOCK_D, PARTS if HAS_DK else 0, HEAD_DIM)
+        dv = zero_accumulators(WG_N, BLOCK_DV, PARTS_V if HAS_DV else 0, HEAD_DIM_V)
         for g in range(qheads_per_split):
             slope = gl.load(SLOPES + head * qheads_per_split + g) * LOG2E if ALIBI else 0.0
             step = _skip_blocks(
@@ -1495,27 +1500,27 @@ def _dkdv_consumer(
         mbarrier.arrive(k_empty.index(work_idx % K_STAGES), count=1)
         if HAS_DK:
             offset = k_offset.to(gl.int64) * stride_dkn + head * HEAD_DIM
-            for p in gl.static_range(PARTS):
+            for p in gl.static_range(len(dk)):
                 store_tile(
-                    DK + offset + p * BLOCK_D,
+                    DK + offset + p * dk[0].shape[1],
                     dk[p] * score_derivative(scale, softcap, SOFTCAP),
                     wg_start_n,
                     seqlen_k,
                     stride_dkn,
-                    HEAD_DIM - p * BLOCK_D,
-                    LAYOUT_STORE,
+                    HEAD_DIM - p * dk[0].shape[1],
+                    store_layout(dk[p].type.layout, dk[p].shape[1], IN_FLOAT32),
                 )
         if HAS_DV:
             offset = k_offset.to(gl.int64) * stride_dvn + head * HEAD_DIM_V
-            for p in gl.static_range(PARTS_V):
+            for p in gl.static_range(len(dv)):
                 store_tile(
-                    DV + offset + p * BLOCK_DV,
+                    DV + offset + p * dv[0].shape[1],
                     dv[p],
                     wg_start_n,
                     seqlen_k,
                     stride_dvn,
-                    HEAD_DIM_V - p * BLOCK_DV,
-                    LAYOUT_STORE_V,
+                    HEAD_DIM_V - p * dv[0].shape[1],
+                    store_layout(dv[p].type.layout, dv[p].shape[1], IN_FLOAT32),
                 )
         work_idx += 1
         mbarrier.wait(k_full.index(work_idx % K_STAGES), (work_idx // K_STAGES) & 1)

@@ -23,11 +23,13 @@ from ..sm90.pipeline import (
     allocate_barriers,
     allocate_ring,
     allocate_tile_queue,
-    as_matrix,
+    as_wide_matrix,
+    columns_layout,
     fetch_tile,
     head_coordinate,
     load_slot,
     load_tile,
+    operand_parts,
     pdl_launch_dependents,
     ping_pong_arrive,
     ping_pong_wait,
@@ -35,8 +37,8 @@ from ..sm90.pipeline import (
     publish_tile,
     receive_attended,
     receive_tile,
+    scale_rows,
     slot_bytes,
-    slot_parts,
     start_mma,
     start_mma_transposed,
     store_slot,
@@ -299,13 +301,14 @@ def _forward_group_producer(
 
 
 @gluon.jit
-def _rescale_accumulators(parts, factor, PARTS: gl.constexpr):
-    """Multiply the accumulators by a factor.
+def _rescale_accumulators(parts, alpha):
+    """Multiply the rows of the accumulators by factors.
 
     Most factors are 1; the predicate then skips the multiplication.
     """
     products = ()
-    for p in gl.static_range(PARTS):
+    for p in gl.static_range(len(parts)):
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, parts[p].type.layout))[:, None]
         products += (
             gl.inline_asm_elementwise(
                 "{.reg .pred other; setp.neu.f32 other, $2, 0f3F800000; "
@@ -359,7 +362,7 @@ def _forward_step(
     p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     acc = start_mma(p_operand, v_smem, stage, acc, PARTS_V)
     ping_pong_arrive(wg, step, CONSUMERS)
-    scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
+    scores = warpgroup_mma_wait(len(acc), deps=(scores,))
     scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
     scores, factor = apply_alibi(scores, factor, slope, diagonal, offs_n, ALIBI)
     if masked:
@@ -373,11 +376,9 @@ def _forward_step(
     row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[
         :, None
     ] + partial_row_sums(p)
-    acc = wait_mma(0, acc, p_operand, PARTS_V)
+    acc = wait_mma(0, acc, p_operand)
     mbarrier.arrive(kv_empty.index(stage), count=1)
-    acc = _rescale_accumulators(
-        acc, gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None], PARTS_V
-    )
+    acc = _rescale_accumulators(acc, alpha)
     return acc, p, row_max_new, row_sum
 
 
@@ -390,6 +391,7 @@ def _forward_consumer(
     window_right,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
@@ -408,9 +410,6 @@ def _forward_consumer(
     WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
-    )
     q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
     o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap = consumer_args
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
@@ -422,7 +421,7 @@ def _forward_consumer(
     q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
     while seqlen_q > 0:
         slot = (work_idx % Q_STAGES) * CONSUMERS + wg
-        q = slot_parts(q_smem, slot, PARTS)
+        q = operand_parts(q_smem, slot, PARTS, HEAD_DIM)
         start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
         diagonal_offset = seqlen_k - seqlen_q
         n_block_max = get_n_block_max(
@@ -499,7 +498,7 @@ def _forward_consumer(
         row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
         p = gl.exp2(scores * factor - row_max[:, None])
         row_sum = partial_row_sums(p)
-        acc = zero_accumulators(WG_M, PARTS_V, LAYOUT_O)
+        acc = zero_accumulators(WG_M, BLOCK_DV, PARTS_V, HEAD_DIM_V)
         if not MERGED:
             step += 1
         if MERGED:
@@ -619,30 +618,33 @@ def _forward_consumer(
         if MERGED:
             no_valid_key = gl.minimum(last_key, end_key - 1) < first_key
         lse = gl.where(no_valid_key, -float("inf"), (row_max + gl.log2(row_sum_total)) * LN2)
-        inv_row_sum = gl.convert_layout(
-            gl.where(no_valid_key, 0.0, 1.0 / row_sum_total), gl.SliceLayout(1, LAYOUT_O)
-        )
-        acc = wait_mma(0, acc, p_operand, PARTS_V)
+        inv_row_sum = gl.where(no_valid_key, 0.0, 1.0 / row_sum_total)
+        acc = wait_mma(0, acc, p_operand)
         if MERGED:
             acc = isolate_rows(
                 acc, p_operand, v_smem, step % STAGES, first_key, end_key, offs_n, PARTS_V
             )
             mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
             step += 1
-        for n in gl.static_range(PARTS_V):
+        for n in gl.static_range(len(acc)):
             # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
-            part = gl.where(inv_row_sum[:, None] == 0.0, 0.0, acc[n] * inv_row_sum[:, None])
+            part = scale_rows(acc[n], inv_row_sum)
             if STORE_IN_Q_SMEM:
-                as_matrix(q_smem.index(slot * PARTS + n)).store(part.to(OUT.dtype.element_ty))
+                as_wide_matrix(
+                    q_smem, slot * PARTS + n * (acc[0].shape[1] // BLOCK_DV), acc[n].shape[1]
+                ).store(part.to(OUT.dtype.element_ty))
             else:
                 store_tile(
-                    OUT + q_offset.to(gl.int64) * stride_om + head * HEAD_DIM_V + n * BLOCK_DV,
+                    OUT
+                    + q_offset.to(gl.int64) * stride_om
+                    + head * HEAD_DIM_V
+                    + n * acc[0].shape[1],
                     part,
                     wg_start_m,
                     wg_end_m,
                     stride_om,
-                    HEAD_DIM_V - n * BLOCK_DV,
-                    LAYOUT_STORE,
+                    HEAD_DIM_V - n * acc[0].shape[1],
+                    columns_layout(acc[n].shape[1]),
                 )
         if STORE_IN_Q_SMEM:
             fence_async_shared()
@@ -690,6 +692,7 @@ def attention_forward_sm90_kernel(
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
@@ -752,6 +755,7 @@ def attention_forward_sm90_kernel(
                         0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
+                        HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
@@ -786,6 +790,7 @@ def attention_forward_sm90_kernel(
                         0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
+                        HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
@@ -838,6 +843,7 @@ def attention_forward_sm90_kernel(
                         0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
+                        HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
@@ -864,6 +870,7 @@ def attention_forward_sm90_kernel(
                         0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
+                        HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
@@ -916,6 +923,7 @@ def attention_forward_sm90_kernel(
                         0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
+                        HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
@@ -942,6 +950,7 @@ def attention_forward_sm90_kernel(
                         0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
+                        HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
@@ -968,6 +977,7 @@ def attention_forward_sm90_kernel(
                         0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
+                        HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,

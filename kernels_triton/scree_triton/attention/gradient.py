@@ -1,14 +1,15 @@
 """Gradients of attention to a part of the keys, by the backward kernels of attention."""
 
-from typing import Any
-
 import torch
+
+# The import defines the operation, also where no torch array has loaded scree's providers yet.
+from scree.providers.torch_attention_gradient import AttentionGradientCall
 
 from . import interface
 from .launch_configs import VarlenLayout
 
 
-def rejects(call: Any) -> str | None:
+def rejects(call: AttentionGradientCall) -> str | None:
     """Return why the kernels cannot serve an `AttentionGradientCall`; None if they can."""
     attention = call.attention
     if attention.dropout or attention.alibi_slopes is not None:
@@ -16,7 +17,9 @@ def rejects(call: Any) -> str | None:
     return interface.rejects(attention)
 
 
-def attention_gradient(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_gradient(
+    call: AttentionGradientCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute an `AttentionGradientCall`."""
     q, k, v = (x.values for x in (call.attention.q, call.attention.k, call.attention.v))
     q_layout, k_layout = call.attention.q.layout, call.attention.k.layout

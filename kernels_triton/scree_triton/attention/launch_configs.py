@@ -45,11 +45,12 @@ from .arguments import (
 )
 from .tile_configs import (
     FEW_QUERIES,
+    FEWEST_MIN_SEQLEN,
+    FEWEST_QUERIES,
     LONG_SEQLEN,
     MANY_ROWS,
     MERGED_MEAN_SEQLEN,
     MERGED_SEQLEN,
-    NARROW_HEAD_DIM,
     SHORT_SEQLEN,
     SM90_LONG_ROW_TILES,
     SM90_MERGED_TILES,
@@ -58,6 +59,7 @@ from .tile_configs import (
     Sm90Tiles,
     Tile,
     Tiles,
+    count_rows,
     portable_tiles,
 )
 from .tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
@@ -271,11 +273,10 @@ def _config_key(
         has_tokens and is_tma_aligned(q, k, v),
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
-        layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
+        _is_small_batch(layout, total_q * heads),
         layout.max_seqlen < UNBOUNDED
         and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
-        and num_rows * heads * (1 if max(head_dim, head_dim_v) <= NARROW_HEAD_DIM else 3)
-        >= MANY_ROWS,
+        and count_rows(num_rows * heads, max(head_dim, head_dim_v)) >= MANY_ROWS,
         window_left >= UNBOUNDED and _has_long_rows(layout, total_k),
     )
 
@@ -288,6 +289,13 @@ def as_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 def slope_axes(slopes: torch.Tensor | None) -> int:
     """Return the number of axes of ALiBi slopes; 0 for none."""
     return 0 if slopes is None else slopes.ndim
+
+
+def _is_small_batch(layout: VarlenLayout, queries: int) -> bool:
+    """Return whether the time of the last tile matters; `queries` are summed over heads."""
+    if layout.max_seqlen <= SHORT_SEQLEN:
+        return queries <= FEW_QUERIES
+    return FEWEST_MIN_SEQLEN <= layout.max_seqlen < UNBOUNDED and queries <= FEWEST_QUERIES
 
 
 def _has_long_rows(layout: VarlenLayout, total_k: int) -> bool:
@@ -584,13 +592,23 @@ class LaunchConfig:
         tiles = layout.key_tiles(total_k, block_n, spec, self.rows)
         return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
-    def _head_counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
+    def _has_few_queries(self, total_q: int) -> bool:
+        """Return whether the order of tiles matters more than the L2 cache.
+
+        All heads then run side by side, so that the longest tiles of all heads come first.
+        """
+        return total_q * self.heads <= FEW_QUERIES
+
+    def _head_counts(
+        self, heads: int, tokens: int, few_queries: bool = False
+    ) -> tuple[int, int, int]:
         """Return the query heads, the query heads per key head, and the heads that share the L2.
 
         The last number is for `heads` heads that read `tokens` tokens each.
         """
         fitting = _L2_NUMBERS // max(tokens * (self.q.head_dim + self.v.head_dim), 1)
-        limit = heads if max(self.q.head_dim, self.v.head_dim) < 128 else 8
+        is_narrow = max(self.q.head_dim, self.v.head_dim) < 128
+        limit = heads if is_narrow or few_queries else 8
         return (
             self.heads,
             self.heads // self.k_heads,
@@ -948,11 +966,7 @@ class Sm90Config(LaunchConfig):
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
         values = dict(HEAD_DIM_V=self.v.head_dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        self.forward_counts = (
-            self.heads,
-            self.heads // self.k_heads,
-            _heads_in_l2(self.heads, 4 if width >= 128 else 8),
-        )
+        self.forward_heads_in_l2 = _heads_in_l2(self.heads, 4 if width >= 128 else 8)
         m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
         # The kernel writes the output either through the descriptor or through the pointer.
         self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
@@ -961,6 +975,7 @@ class Sm90Config(LaunchConfig):
             dict(
                 BLOCK_M=m,
                 BLOCK_N=n,
+                HEAD_DIM=self.q.head_dim,
                 **values,
                 STAGES=stages,
                 Q_STAGES=own_stages,
@@ -1084,7 +1099,10 @@ class Sm90Config(LaunchConfig):
         tile = self.tiles.forward
         tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
-        numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
+        heads_in_l2 = self.heads if self._has_few_queries(total_q) else self.forward_heads_in_l2
+        numbers = ForwardNumbers(
+            total_q, self.heads, self.heads // self.k_heads, heads_in_l2, *_base2_spec(spec)
+        )
         launch = bind_launch(
             self.forward_launch,
             ctas,
@@ -1125,7 +1143,8 @@ class Sm90Config(LaunchConfig):
             layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm, splits
         )
         dkdv_launches = self.dkdv_launches if splits == 1 else self.dkdv_split_launches
-        *_, heads_in_l2 = self._head_counts(k_heads * splits, total_q)
+        few_queries = self._has_few_queries(total_q)
+        *_, heads_in_l2 = self._head_counts(k_heads * splits, total_q, few_queries)
         dkdv_numbers = DkdvNumbers(
             total_q,
             stats_stride,
@@ -1163,7 +1182,7 @@ class Sm90Config(LaunchConfig):
                 stride_dlseh,
                 total_q,
                 stats_stride,
-                *self._head_counts(heads, total_k),
+                *self._head_counts(heads, total_k, few_queries),
                 *base2_spec,
             )
             dkdv_strides = DkdvStrides(

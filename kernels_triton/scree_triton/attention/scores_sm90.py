@@ -23,9 +23,9 @@ with WINDOW, to compile fewer variants.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from ..sm90.pipeline import as_matrix, start_mma, wait_mma, zero_accumulators
+from ..sm90.pipeline import as_matrix, as_wide_matrix, columns_layout, wait_mma
 from .constants import LN2, LOG2E
 
 
@@ -181,17 +181,10 @@ def is_between(offs, first, end):
     return (offs[None, :] >= first[:, None]) & (offs[None, :] < end[:, None])
 
 
-@gluon.constexpr_function
-def _token_layout(ring):
-    """Return a layout of the tiles of a ring, with 8 adjacent numbers per thread."""
-    columns = ring.shape[-1]
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-
-
 @gluon.jit
 def find_infinite_tokens(ring, slot, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
     """Return 1 for the tokens in a slot of a ring that have a number that is not finite, else 0."""
-    LAYOUT_RING: gl.constexpr = _token_layout(ring)
+    LAYOUT_RING: gl.constexpr = columns_layout(ring.shape[len(ring.shape) - 1])
     TOKENS: gl.constexpr = ring.shape[3]
     found = gl.zeros([TOKENS], gl.int32, gl.SliceLayout(1, LAYOUT_RING))
     for n in gl.static_range(PARTS):
@@ -204,13 +197,24 @@ def find_infinite_tokens(ring, slot, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
 @gluon.jit
 def zero_tokens(ring, slot, is_zeroed, PARTS: gl.constexpr):
     """Set tokens in a slot of a ring to 0."""
-    LAYOUT: gl.constexpr = _token_layout(ring)
+    LAYOUT: gl.constexpr = columns_layout(ring.shape[len(ring.shape) - 1])
     is_zeroed = gl.convert_layout(is_zeroed, gl.SliceLayout(1, LAYOUT))[:, None] > 0
     for n in gl.static_range(PARTS):
         tile = as_matrix(ring.index(slot * PARTS + n))
         x = tile.load(LAYOUT)
         tile.store(gl.where(is_zeroed, 0.0, x).to(x.dtype))
     fence_async_shared()
+
+
+@gluon.jit
+def _recompute(acc, keeps, weights, ring, part):
+    """Return the rows of acc with `keeps`, and the other rows of weights @ b."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    zeros = gl.zeros(acc.shape, gl.float32, LAYOUT)
+    b = as_wide_matrix(ring, part, acc.shape[1])
+    finite = wait_mma(0, (warpgroup_mma(weights, b, zeros, is_async=True),), weights)
+    is_kept = gl.convert_layout(keeps, gl.SliceLayout(1, LAYOUT))[:, None] > 0
+    return gl.where(is_kept, acc, finite[0])
 
 
 @gluon.jit
@@ -221,19 +225,16 @@ def isolate_rows(acc, weights, ring, slot, first, end, offs, PARTS: gl.constexpr
     NaN. Rows that have such a number themselves keep their results.
     """
     nan_count = 0
-    for n in gl.static_range(PARTS):
+    for n in gl.static_range(len(acc)):
         nan_count += gl.max(gl.max((acc[n] != acc[n]).to(gl.int32), 1), 0)
     if nan_count > 0:
-        LAYOUT_ACC: gl.constexpr = acc[0].type.layout
         LAYOUT_OFFS: gl.constexpr = offs.type.layout
         not_finite = find_infinite_tokens(ring, slot, LAYOUT_OFFS, PARTS)
         zero_tokens(ring, slot, not_finite, PARTS)
         keeps = gl.max(gl.where(is_between(offs, first, end), not_finite[None, :], 0), 1)
-        keeps = gl.convert_layout(keeps, gl.SliceLayout(1, LAYOUT_ACC))[:, None] > 0
+        STEP: gl.constexpr = acc[0].shape[1] // ring.shape[len(ring.shape) - 1]
         selected = ()
-        for n in gl.static_range(PARTS):
-            finite = zero_accumulators(acc[0].shape[0], 1, LAYOUT_ACC)
-            finite = wait_mma(0, start_mma(weights, ring, slot * PARTS + n, finite, 1), weights, 1)
-            selected += (gl.where(keeps, acc[n], finite[0]),)
+        for n in gl.static_range(len(acc)):
+            selected += (_recompute(acc[n], keeps, weights, ring, slot * PARTS + n * STEP),)
         acc = selected
     return acc

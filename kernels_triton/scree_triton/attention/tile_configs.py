@@ -55,15 +55,15 @@ def _sm90(forward: tuple, dq: tuple, dkdv: tuple, split_dkdv: bool = False) -> S
 
 
 #: By bytes per element and padded head_dim, or the padded head_dims of q and of v. Measured on an
-#: H100.
+#: H100, and 65 to 96 and 129 to 192 on an H200.
 SM90_TILES = {
     (2, 32): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
     (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2, 1, True)),
-    (2, 96): _sm90((192, 64, 4, 2, 1), (192, 64, 3, 1, 1, True), (64, 128, 3, 2)),
+    (2, 96): _sm90((192, 64, 4, 2, 1), (192, 64, 3, 1, 1, True), (64, 128, 3, 2, 1, True)),
     (2, 128): _sm90((192, 64, 3, 2, 1), (128, 64, 3, 2), (64, 128, 3, 1)),
-    (2, 160): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (32, 128, 4, 1)),
+    (2, 160): _sm90((128, 128, 2, 1, 1), (128, 64, 2, 1), (32, 128, 4, 1)),
     (2, 192, 128): _sm90((192, 64, 3, 1, 1), (128, 64, 3, 1), (32, 128, 4, 1)),
-    (2, 192): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (32, 128, 3, 1), split_dkdv=True),
+    (2, 192): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1), split_dkdv=True),
     (2, 256): _sm90((128, 64, 2, 1, 1), (128, 32, 2, 1), (32, 128, 2, 1), split_dkdv=True),
     (4, 32): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
     (4, 64): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
@@ -81,7 +81,11 @@ SM90_SMALL_BATCH_TILES = {
         forward=Sm90Tile(64, 64, 3, 2, 2), dq=Sm90Tile(128, 64, 3, 2)
     ),
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
+    SM90_TILES[2, 160]: SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 3, 1)),
 }
+#: A batch with rows of at least FEWEST_MIN_SEQLEN tokens takes the same tiles if it has at most
+#: FEWEST_QUERIES queries over heads, 96 per SM: larger tiles would leave half of the SMs without work.
+FEWEST_MIN_SEQLEN, FEWEST_QUERIES = 2048, 96 * 132
 
 #: A batch has long rows if the row of a mean pair of query and key is known to have this length.
 #: Small tiles would read the keys more often than the L2 cache can deliver them.
@@ -95,10 +99,9 @@ SM90_LONG_ROW_TILES = {
 }
 
 #: Rows with at most MERGED_SEQLEN queries and keys share tiles, in launches of their own, if the mean
-#: row has at most MERGED_MEAN_SEQLEN tokens, and there are at least MANY_ROWS rows over all heads.
-#: Heads wider than NARROW_HEAD_DIM need a third of these rows, because an SM runs one CTA of the usual
-#: forward instead of three.
-MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS, NARROW_HEAD_DIM = 64, 96, 3000, 64
+#: row has at most MERGED_MEAN_SEQLEN tokens, and there are at least MANY_ROWS rows over all heads. A
+#: row of wide heads counts several times, see `count_rows`.
+MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS = 64, 96, 3000
 #: By the wider padded head_dim, half precision. A tile has MERGED_SEQLEN tokens of the rows that it
 #: cuts, and as many keys in forward and dq. Measured on an H200.
 SM90_MERGED_TILES = {
@@ -110,6 +113,18 @@ SM90_MERGED_TILES = {
     192: _sm90((64, 64, 1, 1, 2), (64, 64, 1, 1, 2), (64, 64, 1, 1, 2), split_dkdv=True),
     256: _sm90((64, 64, 2, 2, 1), (64, 64, 1, 1, 1), (32, 64, 2, 1, 1), split_dkdv=True),
 }
+
+
+def count_rows(rows: int, head_dim: int) -> int:
+    """Return the number of rows over all heads that MANY_ROWS limits.
+
+    A tile of wide heads takes longer, and an SM runs one CTA with such tiles instead of three. So
+    fewer rows are many.
+    """
+    if head_dim <= 64:
+        return rows
+    return 3 * rows if head_dim <= 128 else 15 * rows // 2
+
 
 # By bytes per element and padded head_dim. Measured on Hopper.
 _LARGE_SMEM = {

@@ -75,7 +75,7 @@ def run_recording(
     zeros = {_memory(x) for x in recording.zeros}
     for step in recording.steps:
         if isinstance(step, RecordedSort):
-            arrays[_memory(step.result)] = _sort_descending(arrays[_memory(step.keys)])
+            arrays[_memory(step.result)] = sort_descending(arrays[_memory(step.keys)])
         else:
             _launch(step, capability, arrays, zeros)
     return [arrays[_memory(x)] for x in results]
@@ -97,7 +97,7 @@ def _array_type(x: torch.Tensor) -> Any:
     return jax.ShapeDtypeStruct(tuple(x.shape), _JAX_DTYPES[x.dtype])
 
 
-def _sort_descending(keys: Any) -> Any:
+def sort_descending(keys: Any) -> Any:
     """Return non-negative int64 keys, as pairs of int32, in falling order."""
     low, high = (keys[:, 0].view(jnp.uint32), keys[:, 1])
     high, low = lax.sort((~high, ~low), num_keys=2)
@@ -151,10 +151,9 @@ def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros
 
 
 def _trailing_results(step: RecordedLaunch, arrays: dict[int, Any]) -> dict[int, Any]:
-    """Return memory and type of the last tensors of a launch, as far as it writes them first.
+    """Return memory and type of the last tensors of a launch, as far as they have no contents yet.
 
-    They are results of the call without an operand. So XLA merges equal schedules: calls with an
-    operand of their own are never equal.
+    They are results of the call that need no operand.
     """
     results: dict[int, Any] = {}
     for name, argument in reversed(list(zip(step.kernel.arg_names, step.arguments))):

@@ -13,7 +13,7 @@ except three of 32 from 65 to 96; five of 32 up to 160, three of 64 up to 192, t
 Where the parts are wider than HEAD_DIM, TMA fills the rest with zeros. The heads of v have
 HEAD_DIM_V, BLOCK_DV and PARTS_V. A slot of a ring holds the parts of one operand. Products that sum
 over the head dimension add up over the parts; products that produce the head dimension return a
-tuple with one accumulator per part.
+tuple of accumulators, of one part or of several adjacent ones each.
 """
 
 from collections.abc import Iterator
@@ -149,47 +149,132 @@ def slot_parts(ring, slot, PARTS: gl.constexpr):
 
 
 # --- Warp-group products
+# Parts of 32 columns are adjacent panels of one matrix in shared memory. So one product can produce
+# several of them, which takes less time than products of 32 columns each. The last part is a product
+# of its own, as numbers of columns are powers of two.
+@gluon.constexpr_function
+def product_widths(block, parts, dim):
+    """Return the columns of each product that produces `dim` columns in parts of `block`."""
+    if block != 32 or parts < 2:
+        return [block] * parts
+    return [block * (parts - 1), 16 if dim <= block * parts - 16 else block]
+
+
+@gluon.constexpr_function
+def _num_products(block, parts, dim):
+    return len(product_widths(block, parts, dim))
+
+
+@gluon.constexpr_function
+def _last_width(block, parts, dim):
+    return product_widths(block, parts, dim)[-1]
+
+
+@gluon.constexpr_function
+def _accumulator_layout(block, parts, dim, i):
+    """Return the layout of the result of product `i`."""
+    width = product_widths(block, parts, dim)[i]
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.constexpr_function
+def _matrix_layout(ring):
+    """Return the layout of adjacent parts of a ring as one matrix, with the swizzle of a part."""
+    return gl.NVMMASharedLayout(
+        ring.shape[-1] * ring.dtype.primitive_bitwidth // 8, ring.dtype.primitive_bitwidth, 2
+    )
+
+
 @gluon.jit
-def zero_accumulators(rows: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return accumulators for the parts of an output."""
-    COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
+def as_wide_matrix(ring, part, width: gl.constexpr):
+    """Return the first `width` columns of the parts of a ring from `part` on, as a matrix."""
+    BLOCK: gl.constexpr = ring.shape[len(ring.shape) - 1]
+    tile = as_matrix(ring.index(part))
+    if width > BLOCK:
+        return tile._reinterpret(ring.dtype, [tile.shape[0], width], _matrix_layout(ring))
+    elif width < BLOCK:
+        return tile.slice(0, width, 1)
+    else:
+        return tile
+
+
+@gluon.jit
+def operand_parts(ring, slot, PARTS: gl.constexpr, DIM: gl.constexpr):
+    """Return the parts of a head in a slot of a ring as matrices.
+
+    The last part ends with the 16 columns that hold the last of DIM columns.
+    """
+    BLOCK: gl.constexpr = ring.shape[len(ring.shape) - 1]
+    LAST: gl.constexpr = _last_width(BLOCK, PARTS, DIM)
     parts = ()
-    for _ in gl.static_range(PARTS):
-        parts += (gl.zeros([rows, COLUMNS], gl.float32, LAYOUT),)
+    for p in gl.static_range(PARTS):
+        parts += (as_wide_matrix(ring, slot * PARTS + p, LAST if p == PARTS - 1 else BLOCK),)
+    return parts
+
+
+@gluon.jit
+def _zeros(rows: gl.constexpr, LAYOUT: gl.constexpr):
+    COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
+    return gl.zeros([rows, COLUMNS], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def scale_rows(part, factor):
+    """Multiply the rows of an accumulator; those with the factor 0 are 0, even if they are NaN."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None]
+    return gl.where(factor == 0.0, 0.0, part * factor)
+
+
+@gluon.constexpr_function
+def columns_layout(columns):
+    """Return a layout of tiles with 8 adjacent numbers per thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def zero_accumulators(
+    rows: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr, DIM: gl.constexpr
+):
+    """Return accumulators for the DIM columns of an output."""
+    parts = ()
+    for i in gl.static_range(_num_products(BLOCK, PARTS, DIM)):
+        parts += (_zeros(rows, _accumulator_layout(BLOCK, PARTS, DIM, i)),)
     return parts
 
 
 @gluon.jit
 def start_mma_transposed(a, ring, slot, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start a @ b^T, with b in a slot of a ring and both in parts of their columns."""
+    """Start a @ b^T, with b in a slot of a ring and both in parts of their columns.
+
+    The parts of a say how many columns count, see `operand_parts`.
+    """
     ROWS: gl.constexpr = a[0].shape[0]
     COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
     x = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     for p in gl.static_range(PARTS):
-        x = warpgroup_mma(
-            a[p],
-            as_matrix(ring.index(slot * PARTS + p)).permute((1, 0)),
-            x,
-            use_acc=p > 0,
-            is_async=True,
-        )
+        b = as_wide_matrix(ring, slot * PARTS + p, a[p].shape[1])
+        x = warpgroup_mma(a[p], b.permute((1, 0)), x, use_acc=p > 0, is_async=True)
     return x
 
 
 @gluon.jit
 def start_mma(a, ring, slot, acc, PARTS: gl.constexpr):
-    """Start acc + a @ b, with b in a slot of a ring, in parts of its columns."""
+    """Start acc + a @ b, with b in a slot of a ring; one product per accumulator."""
+    BLOCK: gl.constexpr = ring.shape[len(ring.shape) - 1]
+    STEP: gl.constexpr = acc[0].shape[1] // BLOCK
     parts = ()
-    for p in gl.static_range(PARTS):
-        parts += (warpgroup_mma(a, as_matrix(ring.index(slot * PARTS + p)), acc[p], is_async=True),)
+    for i in gl.static_range(len(acc)):
+        b = as_wide_matrix(ring, slot * PARTS + i * STEP, acc[i].shape[1])
+        parts += (warpgroup_mma(a, b, acc[i], is_async=True),)
     return parts
 
 
 @gluon.jit
-def wait_mma(pending: gl.constexpr, acc, a, PARTS: gl.constexpr):
+def wait_mma(pending: gl.constexpr, acc, a):
     """Wait for the products of `start_mma`, leaving `pending` later products in flight."""
+    COUNT: gl.constexpr = len(acc)
     done = warpgroup_mma_wait(pending, deps=acc + (a,))
-    return done[:PARTS]
+    return done[:COUNT]
 
 
 # --- Barriers

@@ -90,6 +90,10 @@ class Backend:
     checkpoint
         ``checkpoint(f)`` returns `f` with a backward pass that recomputes intermediate results; `f`
         itself in a library without gradients.
+    gathers_rows_by_tiles
+        ``gathers_rows_by_tiles()`` returns whether a gather of one entry per row for the tokens of
+        the row goes through tiles. Its gradient then adds few numbers at one address. Atomic
+        additions of all tokens of a long row wait for each other.
     take_aligned
         ``take_aligned(x, axis, index)`` is `take_along_axis` for arrays whose other axes are equal.
         None unless the library's own function makes a compiler specialize on their sizes.
@@ -131,6 +135,7 @@ class Backend:
     stream_key: Callable[[Any], Callable[[], Hashable] | None] | None = None
     untraced: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
+    gathers_rows_by_tiles: Callable[[], bool] = _never
     take_aligned: Callable[[Any, int, Any], Any] | None = None
     split: Callable[[Any, list[int], int], Any] | None = None
     write: Callable[[Any, tuple[Any, ...], Any], Any] | None = None

@@ -90,6 +90,7 @@ BACKEND = Backend(
     uniform=_uniform,
     untraced=_untraced,
     checkpoint=jax.checkpoint,
+    gathers_rows_by_tiles=lambda: jax.default_backend() != "cpu",
     from_numpy=_from_numpy,
     write=lambda x, index, values: x.at[index].set(values),
     erf=jax.scipy.special.erf,

@@ -116,6 +116,11 @@ class Operation:
         kernel
             The provider that must run the call; by default the first kernel that accepts.
         """
+        operand = next(iter(arrays.values()), None)
+        if type(operand) not in _CACHED_TYPES:
+            # The record loads the library of dense arrays, which registers kernels. `torch.compile`
+            # must not read the kernels before.
+            return self.run_call(self.record(**arrays, **options), kernel)
         kernels = self.kernels
         entries: list[call_cache.Entry] | None = None
         values: list[Any] = []
@@ -132,7 +137,6 @@ class Operation:
                     except KernelUnavailableError:
                         break
         # No call on shards is in the cache.
-        operand = next(iter(arrays.values()), None)
         if type(operand) is Array and (cut := operand.layout.cut) is not None:
             return cut.run(self, arrays, options, kernel)
         call = self.record(**arrays, **options)
@@ -199,6 +203,10 @@ class Operation:
             raise ValueError(f"{self.name}: kernel={kernel!r} rejects this call: {reason}")
         providers = ", ".join(repr(k.provider) for k in self.kernels)
         raise ValueError(f"kernel: expected one of {providers} for {self.name}, got {kernel!r}")
+
+
+#: Types of the first array of a call that may be cached.
+_CACHED_TYPES = (Array, Layout, type(None))
 
 
 def _kind_of(call: Any) -> tuple[Any, ...]:

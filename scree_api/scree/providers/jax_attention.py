@@ -31,7 +31,7 @@ Window = tuple[int | None, int | None]
 
 
 class Blocking(NamedTuple):
-    """How the work is divided into steps.
+    """The division of the work into steps.
 
     A CPU wants steps that fit into its caches. An accelerator wants few steps with large products,
     because each step starts several kernels and waits for the host.
@@ -246,7 +246,7 @@ def _attend_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[An
     attend = partial(_attend_values, options, queries, keys)
     is_finite = jnp.all(jnp.isfinite(keys.tensors[1]))
     # One condition around the loops: on a GPU a condition waits for the host.
-    return lax.cond(is_finite, partial(attend, True), partial(attend, False))  # type: ignore[no-any-return]
+    return lax.cond(is_finite, partial(attend, True), partial(attend, False))
 
 
 def _attend_values(

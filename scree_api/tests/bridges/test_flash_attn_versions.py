@@ -621,6 +621,21 @@ def test_apply_rotary_emb_agrees_with_complex_numbers(interleaved: bool) -> None
     check_equal(first, expected)
 
 
+@pytest.mark.parametrize("kind", ["parameter", "unbind", "result"])
+def test_apply_rotary_emb_inplace_has_the_gradient_of_the_copy(kind: str) -> None:
+    angle, weight, results = draw(5, 4), draw(2, 5, 3, 8, seed=1), []
+    for inplace in (False, True):
+        leaf = draw(2, 2, 5, 3, 8, seed=2)
+        leaf = (leaf[0] if kind == "parameter" else leaf).requires_grad_()
+        x = leaf if kind == "parameter" else (leaf * 1).unbind()[0]
+        x = x * 1 if kind == "result" else x
+        out = flash_attn.apply_rotary_emb(x, angle.cos(), angle.sin(), inplace=inplace)
+        assert (out.data_ptr() == x.data_ptr()) == inplace
+        (gradient,) = torch.autograd.grad((out * weight).sum(), leaf)
+        results.append((out.detach(), gradient))
+    assert all(map(torch.equal, *results))
+
+
 # ---------------------------------------------------------------- bert_padding
 def test_unpad_input_and_pad_input_are_inverse() -> None:
     x = draw(3, 4, 2).requires_grad_()

@@ -38,7 +38,8 @@ def apply_rotary_emb(
     interleaved
         Pair elements (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
     inplace
-        Whether to write the result to `x`, and return `x`.
+        Whether to write the result to `x`. The gradient is right even if `x` is a parameter or a
+        result of ``unbind``, which PyTorch's own operations refuse to write to.
     seqlen_offsets
         Position of the first token of each sequence: a number or (batch,) integers.
     cu_seqlens
@@ -49,7 +50,8 @@ def apply_rotary_emb(
     Returns
     -------
     out
-        Like `x`. Products are computed in at least float32. The tables have no gradient.
+        Like `x`, with `inplace` in its memory. Products are computed in at least float32. The tables
+        have no gradient.
 
     Raises
     ------
@@ -78,7 +80,27 @@ def apply_rotary_emb(
         start = torch.zeros_like(layout.lengths) + seqlen_offsets
     arr = Array.from_layout(x.reshape(-1, *x.shape[-2:]), layout)
     out = rotate(arr, cos, sin, start, interleaved).reshape(x.shape)
-    return x.copy_(out) if inplace else out
+    return _write(out, x) if inplace else out
+
+
+def _write(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return `out` in the memory of `x`, with the gradient of `out`."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Write.apply(out, x)  # type: ignore[no-any-return]
+    return x.copy_(out)
+
+
+class _Write(torch.autograd.Function):
+    """Write a result to the memory of a tensor, of which autograd sees no change."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x.copy_(out)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 def rotate(
