@@ -191,6 +191,16 @@ def rotate(x: Any, cos: Any, sin: Any, interleaved: bool = False, inplace: bool 
     return apply_rotary_emb(x, cos, sin, interleaved, inplace, offsets, cu_seqlens, max_seqlen)
 
 
+def rotate_raw(x: Any, cos: Any, sin: Any, seqlen_offsets: Any = None, cu_seqlens: Any = None,
+               max_seqlen: Any = None, interleaved: bool = False, inplace: bool = False,
+               conjugate: bool = False) -> Any:  # fmt: skip
+    """Compute `rotate` without its gradient, and by the negative angles with `conjugate`."""
+    sin = -sin if conjugate else sin
+    return rotate(
+        x.detach(), cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
+    )
+
+
 def _internal(*_: Any, **__: Any) -> Any:
     raise NotImplementedError("a function of quack without a counterpart in scree")
 
@@ -222,9 +232,8 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "quack.rotary": {
         "apply_rotary_emb": rotate,
-        **dict.fromkeys(
-            ("apply_rotary", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"), _internal
-        ),
+        "apply_rotary": rotate_raw,
+        **dict.fromkeys(("apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"), _internal),
     },
 }
 
