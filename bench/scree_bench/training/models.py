@@ -109,7 +109,19 @@ def ragged(
 def hidden_states(
     p: dict[str, Any], size: Size, tokens: scree.Array, recomputes: bool = False
 ) -> scree.Array:
-    """Return the hidden states of ragged token ids, which may be a shard of a batch."""
+    """Return the hidden states of ragged token ids, which may be a shard of a batch.
+
+    Parameters
+    ----------
+    p
+        The parameters by name, see `parameters`.
+    size
+        The size of the model.
+    tokens
+        (n, None) int64 token ids.
+    recomputes
+        Whether the backward pass recomputes the activations of each block.
+    """
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 

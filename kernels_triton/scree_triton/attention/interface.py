@@ -304,6 +304,11 @@ def attention_backward(
         Rows and options of the call, see `make_spec`.
     dlse
         (num_heads, total) gradient of `lse`, or None.
+
+    Returns
+    -------
+    tuple
+        The gradients, with the shapes and dtypes of q, k and v.
     """
     config = get_launch_config(q, k, v, layout, spec, 0)
     run = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Operations in which tokens do not depend on each other.
 TOKENWISE = {"layer_norm", "rms_norm", "split", "swiglu"}
-#: Operations that are tokenwise along an element axis. Along rows they combine the parts of the ranks.
+#: Operations that are tokenwise along an element axis, and combine the parts of all ranks along rows.
 SOFTMAX = {"log_softmax", "logsumexp", "softmax"}
 #: Kinds of functions of the standard in which tokens do not depend on each other.
 TOKENWISE_KINDS = set(
@@ -545,7 +545,7 @@ class _Parts(NamedTuple):
         return out.values, lse.values
 
     def merge(self, outputs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
-        """Return the output and the log-sum-exp of both parts."""
+        """Return the output and the log-sum-exp for all keys."""
         return merge_attention(outputs, lses)
 
     def gradients(

@@ -44,10 +44,10 @@ class Pieces:
 def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
     """Divide rows over ranks, with equal sums of ``a * L + b * L**2``.
 
-    The limit of a rank is `TOLERANCE` times the mean cost. Rows that cost more than the limit are cut.
-    If there are none, and whole rows exceed the limit of one rank only, the cheapest row is cut that
-    is enough. Otherwise more of the longest rows are cut, in doubling steps, until the whole rows of
-    no rank exceed the limit.
+    The limit of a rank is `TOLERANCE` times the mean cost. Rows that cost more than the limit are
+    cut. If there are none, and whole rows exceed the limit of one rank only, the cheapest row is cut
+    that is enough. Otherwise more of the longest rows are cut, in doubling steps, until the whole
+    rows of no rank exceed the limit.
 
     Each cut row has two chunks per rank, in the order 0, 1, ... r, r, ... 1, 0 of the ranks. Both
     chunks of a rank have the same length. So with a causal mask too, their queries see half of the
@@ -227,7 +227,19 @@ class KeyPlan:
 def plan_keys(
     pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
 ) -> KeyPlan:
-    """Return the keys that the pieces of a rank need under a window (left, right)."""
+    """Return the keys that the pieces of a rank need under a window.
+
+    Parameters
+    ----------
+    pieces
+        The pieces of all ranks.
+    lengths
+        (n,) int64 lengths of the whole rows.
+    rank, num_ranks
+        The rank, and the number of ranks.
+    window
+        (left, right): number of visible keys before and after a query. None is unbounded.
+    """
     left, right = window
     row_lengths = lengths[pieces.rows]
     is_whole = pieces.lengths == row_lengths
@@ -343,12 +355,12 @@ class RemotePlan:
 def plan_remote_keys(
     pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
 ) -> RemotePlan | None:
-    """Return the keys of other ranks that the queries of a rank see under a window (left, right).
+    """Return the keys of other ranks that the queries of a rank see; see `plan_keys`.
 
     None unless all queries of a piece see the same keys of other ranks, or a causal window of them.
-    Under a causal mask they see all earlier pieces, without a mask all pieces of the row. Under a causal
-    window no piece may be shorter than the window. Then the first queries of a piece see the end of
-    the piece before it, and no other piece.
+    Under a causal mask they see all earlier pieces, without a mask all pieces of the row. Under a
+    causal window no piece may be shorter than the window. Then the first queries of a piece see the
+    end of the piece before it, and no other piece.
     """
     left, right = window
     is_cut = pieces.lengths != lengths[pieces.rows]

@@ -170,17 +170,22 @@ class _Exchange(torch.autograd.Function):
 
 
 class Parts(Protocol):
-    """The attention that `Group.attend_to_parts` runs on own keys and on received keys."""
+    """The attention that `Group.attend_to_parts` runs on own keys and on received keys.
+
+    q is (queries, num_heads, head_dim), k is (keys, num_kv_heads, head_dim) and v is (keys,
+    num_kv_heads, value_dim). Outputs are (queries, num_heads, value_dim), and log-sum-exps are
+    (queries, num_heads). `is_own` says whether the keys are own keys.
+    """
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_own: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output (queries, heads, dim) and the log-sum-exp (queries, heads)."""
+        """Return the output and the log-sum-exp for some of the keys."""
 
     def merge(
         self, outputs: list[torch.Tensor], lses: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp of both parts."""
+        """Return the output and the log-sum-exp for all keys."""
 
     def gradients(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_own: bool

@@ -33,8 +33,8 @@ Window = tuple[int | None, int | None]
 class Blocking(NamedTuple):
     """The division of the work into steps.
 
-    On a CPU, steps that fit into its caches are fast. On an accelerator, few steps with large products
-    are fast, because each step starts several kernels and waits for the host.
+    On a CPU, steps that fit into its caches are fast. On an accelerator, few steps with large
+    products are fast, because each step starts several kernels and waits for the host.
     """
 
     step: int
@@ -348,7 +348,26 @@ def _attend(
 
 
 def forward(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
-    """Return ((output, log-sum-exp), residuals) of a call; the residuals are for `backward`."""
+    """Run the forward loops.
+
+    Parameters
+    ----------
+    options
+        The static part of the call.
+    q, k, v
+        (total_q, num_heads, head_dim), (total_k, num_kv_heads, head_dim) and (total_k, num_kv_heads,
+        value_dim) floating-point arrays.
+    q_offsets, k_offsets
+        (n + 1,) integer offsets.
+
+    Returns
+    -------
+    results
+        (total_q, num_heads, value_dim) output in the dtype of q, and (total_q, num_heads)
+        log-sum-exp in the accumulation dtype.
+    residuals
+        The second argument of `backward`.
+    """
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
     out, lse = _attend_tiles(options, queries, keys)
     out, lse = _ungroup_heads(out, q.dtype), _ungroup_heads(lse, lse.dtype)
@@ -356,7 +375,23 @@ def forward(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets:
 
 
 def backward(options: Options, residuals: Any, grads: Any) -> Any:
-    """Return the gradients of q, k and v, and None for both offsets."""
+    """Run the backward loops.
+
+    Parameters
+    ----------
+    options
+        The static part of the call.
+    residuals
+        (q, k, v, q_offsets, k_offsets, output, log-sum-exp), as `forward` returns them. This
+        log-sum-exp is (total_q, num_heads, 1).
+    grads
+        Gradients of the output and of the log-sum-exp, with the shapes of the results.
+
+    Returns
+    -------
+    tuple
+        The gradients of q, k and v in the dtype of q, and None for both offsets.
+    """
     q, k, v, q_offsets, k_offsets, out, lse = residuals
     kv_heads, wide = k.shape[1], lse.dtype
     out_grad, lse_grad = (x.astype(wide) for x in grads)

@@ -39,8 +39,8 @@ def equal_forward(
 ) -> Results:
     """Compute attention of sequences of equal length.
 
-    The output is (batch, seqlen_q, num_heads, head_dim), the log-sum-exp (batch, num_heads,
-    seqlen_q).
+    q is (batch, seqlen_q, num_heads, head_dim). k and v are (batch, seqlen_k, num_kv_heads,
+    head_dim). The output has the shape of q, and the log-sum-exp is (batch, num_heads, seqlen_q).
     """
     out, lse = attend_padded(q, k, v, options, return_lse)
     weights = None
@@ -68,7 +68,9 @@ def varlen_forward(
 ) -> Results:
     """Compute attention of sequences of different lengths, to packed keys or to pages.
 
-    The output is (total_q, num_heads, head_dim), the log-sum-exp (num_heads, total_q).
+    q is (total_q, num_heads, head_dim). k and v are (total_k, num_kv_heads, head_dim), or with
+    `block_table` (num_pages, page_size, num_kv_heads, head_dim). The output has the shape of q, and
+    the log-sum-exp is (num_heads, total_q).
     """
     check_ndim("q", q, 3, "(total_q, num_heads, head_dim)")
     queries = ragged_array(q, cu_seqlens_q, max_seqlen_q)
