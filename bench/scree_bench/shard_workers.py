@@ -32,7 +32,7 @@ from .training.models import SIZES, Size
 #: A collective that waits longer raises.
 TIMEOUT = timedelta(seconds=120)
 #: Seconds to measure a call by default, and the largest number of samples.
-SECONDS, MAX_SAMPLES = 0.5, 15
+MAX_SAMPLES = 15
 #: Bounds of the seconds that the device sleeps while the host launches a call. The device has at most
 #: about CYCLES cycles per second, so it sleeps at least that long.
 MIN_SLEEP, MAX_SLEEP, CYCLES = 1e-3, 0.05, 2e9

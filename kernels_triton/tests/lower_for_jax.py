@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 import scree
 from scree_triton.jax import attention as kernels
 from scree_triton.jax import devices, triton_call
-from scree_triton.runtime.device import TRITON_VERSION, Device, describe_meta
+from scree_triton.runtime.device import Device, describe_meta
 
 LENGTHS = [40, 0, 130, 7]
 
@@ -217,12 +217,11 @@ def check_vmap_is_refused():
 
 def main():
     hopper = sys.argv[1] == "hopper"
-    version = TRITON_VERSION if hopper else (0, 0)  # no Gluon kernel runs with an untested version
-    describe_meta(Device("nvidia", (9, 0), 132, 227 << 10, 50 << 20, version))
+    describe_meta(Device("nvidia", (9, 0), 132, 227 << 10, 50 << 20, has_descriptors=hopper))
     scree.register_kernel("attention", provider="triton_jax", rejects=kernels.rejects)(
         kernels.attention
     )
-    devices.PLATFORMS = "cpu"
+    devices.PLATFORMS = ("cpu",)
     check_launches(hopper, 64, jnp.bfloat16)
     check_launches(hopper, 64, jnp.float32)
     if not hopper:

@@ -15,7 +15,8 @@ PROGRAM = Path(__file__).with_name("lower_for_jax.py")
 def test_attention_lowered_for_cuda_matches_kernels(kernels):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+    flags = environment.get("XLA_FLAGS", "")
+    environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2"
     done = subprocess.run(
         [sys.executable, str(PROGRAM), kernels],
         capture_output=True,

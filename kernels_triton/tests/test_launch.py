@@ -296,12 +296,17 @@ def test_device_info_warns_once_of_a_version_without_hopper_kernels(version, war
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(device.Device.__init__, "__defaults__", (version,))
+    monkeypatch.setattr(device.Device.__init__, "__defaults__", (version, True))
     find = cache(device.device_info.__wrapped__)
     with catch_warnings(record=True) as caught:
         simplefilter("always")
         records = {find(torch.device("cuda", 0)) for _ in range(3)}
     assert len(caught) == warnings and [x.supports_sm90_gluon for x in records] == [not warnings]
+
+
+def test_device_without_descriptors_runs_no_hopper_kernel_and_says_why():
+    record = device.Device("nvidia", (9, 0), 132, 227 << 10, 50 << 20, has_descriptors=False)
+    assert not record.supports_sm90_gluon and "TMA descriptors" in record.note
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (9, 4)])  # MI200 and MI300

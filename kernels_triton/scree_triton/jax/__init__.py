@@ -24,13 +24,10 @@ def register() -> None:
 
     from scree import register_kernel
 
-    gpu = None
-    if jax.default_backend() == "gpu":
-        gpu = jax.local_devices()[0]
-    if gpu is None or "triton_kernel_call_ffi" not in _targets(plugin):
+    if jax.default_backend() != "gpu" or "triton_kernel_call_ffi" not in _targets(plugin):
         return
     devices = import_module(".devices", __name__)
-    devices.describe_gpu(gpu, hasattr(plugin, "create_tma_descriptor_parameter"))
+    devices.describe_gpu(jax.local_devices()[0], hasattr(plugin, "create_tma_descriptor_parameter"))
     kernels = import_module(".attention", __name__)
     register_kernel("attention", provider=PROVIDER, rejects=kernels.rejects, note=kernels.note)(
         kernels.attention
@@ -38,6 +35,10 @@ def register() -> None:
 
 
 def _targets(plugin: object) -> object:
-    """Return the names of the custom calls of jaxlib's CUDA plugin."""
+    """Return the names of the custom calls of jaxlib's CUDA plugin.
+
+    jaxlib has no public name for them. Without the private one nothing is registered, and JAX runs
+    the loops.
+    """
     cuda = getattr(plugin, "_cuda_triton", None)
     return cuda.registrations() if cuda else ()

@@ -54,8 +54,9 @@ def rejects(call: Any) -> str | None:
         return reason
     if not q.ndim == k.ndim == v.ndim == 3:
         return "the Triton kernels take values of shape (total, num_heads, head_dim)"
-    if any(np.dtype(x.dtype) not in TORCH_DTYPES for x in arrays):
-        return f"the Triton kernels take float16, bfloat16 and float32, not {q.dtype}"
+    for x in arrays:
+        if np.dtype(x.dtype) not in TORCH_DTYPES:
+            return f"the Triton kernels take float16, bfloat16 and float32, not {x.dtype}"
     dtypes: Any = tuple(TORCH_DTYPES[np.dtype(x.dtype)] for x in arrays)
     sizes = q.shape[0], k.shape[0], call.q.offsets.shape[0] - 1
     if 0 in sizes:

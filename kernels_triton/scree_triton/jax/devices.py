@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import torch
 
-from ..runtime.device import TRITON_VERSION, Device, describe_meta, device_info
+from ..runtime.device import Device, describe_meta, device_info
 
 #: The platform names of JAX for CUDA devices; "gpu" also names AMD devices.
 PLATFORMS = ("gpu", "cuda")
@@ -28,11 +28,12 @@ def describe_gpu(gpu: Any, has_descriptors: bool) -> None:
     """
     major, minor = map(int, gpu.compute_capability.split("."))
     shared_memory = _SHARED_MEMORY.get(10 * major + minor, 99 * _KIB)
-    # The kernels for Hopper, which need TMA descriptors, run on no version that was not tested.
-    triton_version = TRITON_VERSION if has_descriptors else (0, 0)
     describe_meta(
-        Device("nvidia", (major, minor), gpu.core_count, shared_memory, _L2_CACHE, triton_version)
-    )
+        Device(
+            "nvidia", (major, minor), gpu.core_count, shared_memory, _L2_CACHE,
+            has_descriptors=has_descriptors,
+        )
+    )  # fmt: skip
 
 
 def capability() -> int:

@@ -51,6 +51,8 @@ class Device:
     l2_cache: int
     """Bytes of the L2 cache; 0 in the interpreter."""
     triton_version: tuple[int, ...] = TRITON_VERSION
+    has_descriptors: bool = True
+    """False if the library that launches passes no TMA descriptors, which the Gluon kernels need."""
 
     @property
     def supports_pdl(self) -> bool:
@@ -60,7 +62,7 @@ class Device:
     @property
     def supports_sm90_gluon(self) -> bool:
         """True if the Gluon kernels for Hopper run on the device with this version of Triton."""
-        return self.is_hopper and self.triton_version in TESTED_VERSIONS
+        return self.is_hopper and self.note is None
 
     @property
     def is_hopper(self) -> bool:
@@ -70,7 +72,14 @@ class Device:
     @property
     def note(self) -> str | None:
         """Why the Gluon kernels do not run on a Hopper GPU, or None."""
-        if not self.is_hopper or self.triton_version in TESTED_VERSIONS:
+        if not self.is_hopper:
+            return None
+        if not self.has_descriptors:
+            return (
+                "the faster kernels for Hopper need TMA descriptors, which this jaxlib does not "
+                "pass; portable kernels run instead"
+            )
+        if self.triton_version in TESTED_VERSIONS:
             return None
         version, first, last = (
             ".".join(map(str, v))

@@ -124,10 +124,11 @@ class Operation:
         kernels = self.kernels
         entries: list[call_cache.Entry] | None = None
         values: list[Any] = []
-        for candidate in () if OBSERVERS else kernels:
-            if candidate.prepare is not None:
-                entries, values = call_cache.lookup(self.name, arrays, options, kernel)
-                break
+        if not OBSERVERS:
+            for candidate in kernels:
+                if candidate.prepare is not None:
+                    entries, values = call_cache.lookup(self.name, arrays, options, kernel)
+                    break
         if entries:
             for entry in entries:
                 if entry.kernels is kernels and entry.guard(*values):

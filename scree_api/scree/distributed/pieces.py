@@ -67,7 +67,7 @@ def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> 
     mean = costs.sum() / num_ranks
     limit = TOLERANCE * mean
     num_cut = int(np.count_nonzero(costs > limit)) if num_ranks > 1 else 0
-    step, cut = 1, order[:num_cut]
+    step = 1
     while True:
         rank_of_row, loads = _assign_whole_rows(order[num_cut:], costs, num_ranks)
         cut = order[:num_cut]

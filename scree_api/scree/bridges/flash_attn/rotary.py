@@ -91,15 +91,21 @@ def _write(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Write(torch.autograd.Function):
-    """Write a result to the memory of a tensor, of which autograd sees no change."""
+    """Write a result to the memory of a tensor that autograd does not let an operation change.
+
+    An operation that saved `x` before the write raises in its backward pass: the write counts as a
+    change of `x`.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return a view of `x` with the values of `out`."""
         x.copy_(out)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of `out`; `x` has it already through `out`."""
         return grad, None
 
 
