@@ -176,8 +176,8 @@ def unshard(arr: Array) -> Array:
         raise TypeError("arr: expected a shard, got an array of whole rows; see shard")
     if arr.layout.backend.name == "jax":
         return Array.from_layout(cut.unshard(arr.values), cut.whole)
-    xp, plain = arr.layout.xp, arr.layout
-    longest, index = plain.cached("unshard", cut.gathered_index)
+    xp, layout = arr.layout.xp, arr.layout
+    longest, index = layout.cached("unshard", cut.gathered_index)
     values = moveaxis(xp, arr.values, arr.ragged_dim, 0)
     padding = xp.zeros(
         (longest - values.shape[0], *values.shape[1:]), dtype=values.dtype, device=arr.device

@@ -14,7 +14,7 @@ from ..array import Array
 from ..checks import check_whole
 from ..layout import Layout, RowCut
 from ..ops.attention import AttentionCall
-from .cut import Cut
+from .operations import ShardOperations, map_results
 from .pieces import Pieces
 
 
@@ -147,22 +147,20 @@ class ShardCut(RowCut):
         return jnp.take(values, jnp.asarray(self.slots), axis=0)
 
 
-class LocalCut(Cut):
+class LocalCut(ShardOperations):
     """The pieces of the device on which a traced function runs."""
 
     def __init__(self, outer: ShardCut) -> None:
-        self.outer, self.whole, self.pieces = outer, outer.whole, outer.pieces
-        self.group: Any = outer.group
-        self.is_cut, self.exchange = outer.is_cut, None
-        self.plain = self._layout(outer.row_lengths)
+        self.outer, self.whole, self.group = outer, outer.whole, outer.group
+        self.local_layout = self._layout(outer.row_lengths)
         self.piece_layout = self._layout(outer.piece_lengths)
-        self._starts, self._rows = self._own(outer.starts), self._own(outer.rows)
+        self.piece_starts, self.piece_rows = self._own(outer.starts), self._own(outer.rows)
 
     def __eq__(self, other: object) -> bool:
         """Return whether both cuts divide the same rows over the same devices in the same way."""
         return bool(self.outer == other)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def _own(self, table: np.ndarray) -> Any:
         """Return the row of a table that belongs to this device."""
@@ -182,8 +180,8 @@ class LocalCut(Cut):
         layout = arrays["q"].layout
         if options["dropout"]:
             check_whole("dropout", layout)
-        plain = {key: self.on(self.plain, x) for key, x in arrays.items()}
-        call = AttentionCall(**plain, **options)
+        local = {key: self.on(self.local_layout, x) for key, x in arrays.items()}
+        call = AttentionCall(**local, **options)
         left, right = call.window
         if right not in (0, None) or (left is not None and right is None):
             raise ValueError(
@@ -206,10 +204,7 @@ class LocalCut(Cut):
             "alibi_slopes": None,
         }
         result = operation.run(parts, options, kernel)
-        shards = [
-            Array.from_layout(x.values, layout) for x in (result if call.return_lse else [result])
-        ]
-        return tuple(shards) if call.return_lse else shards[0]
+        return map_results(lambda x: Array.from_layout(x.values, layout), result)
 
     def _keys(self, left: int | None, right: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys that the pieces of each device see.

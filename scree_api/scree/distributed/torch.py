@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -174,11 +174,11 @@ class Parts(Protocol):
 
     q is (queries, num_heads, head_dim), k is (keys, num_kv_heads, head_dim) and v is (keys,
     num_kv_heads, value_dim). Outputs are (queries, num_heads, value_dim), and log-sum-exps are
-    (queries, num_heads). `is_own` says whether the keys are own keys.
+    (queries, num_heads). `is_local` says whether the keys are own keys.
     """
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_own: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_local: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the log-sum-exp for some of the keys."""
 
@@ -188,7 +188,7 @@ class Parts(Protocol):
         """Return the output and the log-sum-exp for all keys."""
 
     def gradients(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_own: bool
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_local: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v; `out` and `lse` are results for all keys."""
 
@@ -218,7 +218,8 @@ class _AttentionToParts(torch.autograd.Function):
             else:
                 lse = lse.contiguous()
                 for whole, x in zip((out, lse), merged, strict=True):
-                    _write_runs(whole, plan.queries, x)
+                    for run, tokens in _runs(whole, plan.queries, x):
+                        run.copy_(tokens)
         ctx.save_for_backward(q, k, v, keys, values, out, lse)
         ctx.plan, ctx.parts, ctx.group = plan, parts, group
         ctx.set_materialize_grads(False)
@@ -240,7 +241,8 @@ class _AttentionToParts(torch.autograd.Function):
         returned, work = _start_all_to_all(flat, plan, shapes, group, back=True)
         dq, dk, dv = parts.gradients(q, k, v, out, lse, dout, dlse, True)
         if dq_part is not None:
-            _add_runs(dq, plan.queries, dq_part)
+            for run, tokens in _runs(dq, plan.queries, dq_part):
+                run.add_(tokens)
         work.wait()
         totals = [dk, dv]
         if group.size > 2:  # sums of more than two numbers are rounded once
@@ -249,13 +251,15 @@ class _AttentionToParts(torch.autograd.Function):
         for runs in plan.sent:
             for x, shape in zip(totals, shapes, strict=True):
                 size = sum(length for _, length in runs) * math.prod(shape[1:])
-                _add_runs(x, runs, returned.narrow(0, at, size).view(-1, *shape[1:]))
+                part = returned.narrow(0, at, size).view(-1, *shape[1:])
+                for run, tokens in _runs(x, runs, part):
+                    run.add_(tokens)
                 at += size
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype), None, None, None
 
 
 def _start_all_to_all(
-    x: torch.Tensor, plan: RemotePlan, shapes: Any, group: Group, back: bool = False
+    x: torch.Tensor, plan: KeyPlan | RemotePlan, shapes: Any, group: Group, back: bool = False
 ) -> tuple[torch.Tensor, Any]:
     """Start an exchange of tokens, or of their gradients back; return the result and a handle."""
     width = _width(shapes)
@@ -294,20 +298,12 @@ def _sum_runs(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
     return flat.to(dtype)
 
 
-def _add_runs(target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor) -> None:
-    """Add the joined tokens `x` to the runs (start, length) of `target`."""
-    at = 0
-    for start, length in runs:
-        target.narrow(0, start, length).add_(x.narrow(0, at, length))
-        at += length
-
-
-def _write_runs(target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor) -> None:
-    """Copy the joined tokens `x` to the runs (start, length) of `target`."""
-    at = 0
-    for start, length in runs:
-        target.narrow(0, start, length).copy_(x.narrow(0, at, length))
-        at += length
+def _runs(
+    target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each run (start, length) of `target` with its tokens among the joined tokens `x`."""
+    for run, tokens in zip(runs, x.split([length for _, length in runs]), strict=True):
+        yield target.narrow(0, *run), tokens
 
 
 class _SwapHeads(torch.autograd.Function):
@@ -357,13 +353,8 @@ def _all_to_all(
     x: torch.Tensor, plan: KeyPlan, shapes: Any, group: Group, back: bool = False
 ) -> torch.Tensor:
     """Return the tokens from all ranks, by rank; with `back`, send their gradients back."""
-    width = _width(shapes)
-    sent = [width * sum(length for _, length in runs) for runs in plan.sent]
-    received = [width * count for count in plan.received]
-    if back:
-        sent, received = received, sent
-    out = x.new_empty(sum(received))
-    dist.all_to_all_single(out, x, received, sent, group=group.group)
+    out, work = _start_all_to_all(x, plan, shapes, group, back)
+    work.wait()
     return out
 
 
