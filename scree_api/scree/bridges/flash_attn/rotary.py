@@ -86,11 +86,11 @@ def apply_rotary_emb(
 def _write(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return `out` in the memory of `x`, with the gradient of `out`."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Write.apply(out, x)  # type: ignore[no-any-return]
+        return _Write.apply(out, x)
     return x.copy_(out)
 
 
-class _Write(torch.autograd.Function):
+class _Write(torch.autograd.Function):  # type: ignore[misc]
     """Write a result to the memory of a tensor that autograd does not let an operation change.
 
     An operation that saved `x` before the write raises in its backward pass: the write counts as a
