@@ -8,32 +8,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from test_distributed import Model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-import scree
 from scree.data import TokenBudgetSampler, collate
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 1, 160).astype(int), 2, 64)
 #: Batches per optimizer step, summed over processes, and steps before and after the checkpoint.
 WINDOW, BEFORE, AFTER = 4, 3, 3
-
-
-class Model(torch.nn.Module):
-    """One layer of attention over embeddings, and a classifier of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.qkv = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 48)
-        self.head = torch.nn.Linear(16, 50)
-
-    def forward(self, ids: scree.Array) -> torch.Tensor:
-        x = self.qkv(self.embedding(ids.values)).unflatten(1, (3, 2, 8))
-        q, k, v = (ids.with_values(part) for part in x.unbind(1))
-        out = scree.attention(q, k, v, causal=True)
-        logits = ids.with_values(self.head(out.values.flatten(1)))
-        return scree.cross_entropy(logits, scree.shift(ids, -1, fill_value=-100), reduction="sum")
 
 
 class Run:
