@@ -947,7 +947,7 @@ class Sm90Config(LaunchConfig):
         rows: Rows = ALL_ROWS,
     ):
         from ..sm90 import pipeline
-        from . import backward_sm90, forward_sm90
+        from . import dkdv_sm90, dq_sm90, forward_sm90
 
         super().__init__(device, dtype, layouts)
         block_d, parts = _head_parts(self.q.head_dim)
@@ -994,7 +994,7 @@ class Sm90Config(LaunchConfig):
         m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
         self.dq_launches = [
             Launch(
-                backward_sm90.attention_dq_sm90_kernel,
+                dq_sm90.attention_dq_sm90_kernel,
                 dict(
                     BLOCK_M=m,
                     BLOCK_N=n,
@@ -1020,7 +1020,7 @@ class Sm90Config(LaunchConfig):
         self.dkdv_launches, self.dkdv_split_launches = (
             [
                 Launch(
-                    backward_sm90.attention_dkdv_sm90_kernel,
+                    dkdv_sm90.attention_dkdv_sm90_kernel,
                     dict(
                         BLOCK_M=m,
                         BLOCK_N=n,
