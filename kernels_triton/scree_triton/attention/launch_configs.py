@@ -138,7 +138,7 @@ def _config_key(
         _is_small_batch(layout, total_q * heads),
         layout.max_seqlen < UNBOUNDED
         and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
-        and count_rows(num_rows * heads, max(head_dim, head_dim_v)) >= MANY_ROWS,
+        and count_rows(num_rows * heads, max(head_dim, head_dim_v), layout.max_seqlen) >= MANY_ROWS,
         window_left >= UNBOUNDED and _has_long_rows(layout, total_k),
     )
 

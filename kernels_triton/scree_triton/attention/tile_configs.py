@@ -118,15 +118,15 @@ SM90_MERGED_TILES = {
 }
 
 
-def count_rows(rows: int, head_dim: int) -> int:
+def count_rows(rows: int, head_dim: int, max_seqlen: int) -> int:
     """Return the number of rows summed over heads, weighted by head_dim, to compare with MANY_ROWS.
 
     A tile of wide heads takes longer, and an SM runs one CTA with such tiles instead of three. So
-    sharing tiles pays off for fewer rows.
+    sharing tiles pays off for fewer rows. Beside a long row, a few short rows take no time.
     """
     if head_dim <= 64:
         return rows
-    return 3 * rows if head_dim <= 128 else 15 * rows // 2
+    return 3 * rows if head_dim <= 128 or max_seqlen > SHORT_SEQLEN else 15 * rows // 2
 
 
 def head_parts(head_dim: int) -> tuple[int, int]:
