@@ -244,7 +244,9 @@ class Sm90Config(LaunchConfig):
             **numbers._asdict(),
         )
 
-        # The unused one of descriptor and pointer gets a tensor that the kernel does not write.
+        # The kernel writes the output through the descriptor or through the pointer, and the other
+        # one needs a tensor as well. This is q: TMA can address it, and a launch that is recorded
+        # must not have memory that it writes as two arguments.
         by_tma = self.stores_by_tma
 
         def run(q, k, v, slopes, out, lse):
