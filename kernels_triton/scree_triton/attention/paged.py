@@ -23,7 +23,7 @@ from ..runtime.launch import (
     launch_args,
     on_device,
 )
-from .launch_configs import AttentionSpec, allows_tf32
+from .metadata import AttentionSpec, allows_tf32
 from .paged_kernels import combine_kernel, combine_prefill_kernel, decode_kernel, prefill_kernel
 from .tile_scheduler import UNBOUNDED
 
