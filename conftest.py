@@ -14,6 +14,9 @@ import pytest
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+# JAX compares the file of every frame of an error with its own files, which takes half of the time of
+# tests that try many wrong calls.
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
 NEEDS = {
     "bench/tests": "typer matplotlib",
