@@ -388,10 +388,10 @@ def _backward_standard(*arrays: Any, static: _Static) -> list[Any]:
     first_array = TABLE[signature.operation].first_array
     if 0 not in inputs and first_array is not None:
         inputs[0] = first_array(results)
-    inputs = [
-        inputs[i] if i in inputs else jnp.zeros(shape, dtype)
-        for i, (shape, dtype) in enumerate(signature.types)
-    ]
+    zeros = ((i, jnp.zeros(*x)) for i, x in enumerate(signature.types) if i not in inputs)
+    inputs |= dict(zeros)
+    # Without it, zeros would be the same on all devices, and their gradients summed over devices.
+    *inputs, _ = vary_alike([*(inputs[i] for i in range(len(inputs))), arrays[0]])
 
     def run(*differentiated: Any) -> list[Any]:
         replaced = iter(differentiated)
@@ -488,12 +488,18 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
 
     The gradient of an array that was the same on all devices is then a sum over the devices.
     """
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    axes = [_varying_axes(jax.typeof(x)) for x in arrays]
     union = frozenset().union(*axes)
     return [
-        jax.lax.pcast(x, tuple(union - mine), to="varying") if union - mine else x
-        for x, mine in zip(arrays, axes)
+        jax.lax.pcast(x, tuple(union - own), to="varying") if union - own else x
+        for x, own in zip(arrays, axes)
     ]
+
+
+def _varying_axes(aval: Any) -> frozenset[str]:
+    # JAX before 0.10 has the axes as `vma`.
+    manual = getattr(aval, "manual_axis_type", None)
+    return getattr(aval, "vma", frozenset()) if manual is None else manual.varying
 
 
 # --- The interface for scree
