@@ -148,7 +148,7 @@ def check_heads(mesh: Any, size: int) -> None:
             causal=True,
         )
         cut: Any = shard(scree.from_lengths(torch.zeros(4096), [4096]), mesh).layout.cut
-        assert cut._exchanges_heads(call) == is_less
+        assert cut.exchanges_heads(call) == is_less
 
 
 def check_functions(mesh: Any, seed: int) -> None:

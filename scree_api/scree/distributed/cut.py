@@ -114,7 +114,7 @@ class Cut(ShardOperations):
         call = AttentionCall(**local, **options)
         if not self.is_cut:
             return self._restore("attention", layout, operation.run(local, options, kernel))
-        if self._exchanges_heads(call):
+        if self.exchanges_heads(call):
             return self._attention_of_heads(operation, call, layout, options, kernel)
         remote = None if call.alibi_slopes is not None else self._remote_plan(*call.window)
         if remote is not None:
@@ -196,7 +196,7 @@ class Cut(ShardOperations):
 
         return self.local_layout.cached(("remote keys", left, right), make)
 
-    def _exchanges_heads(self, call: AttentionCall) -> bool:
+    def exchanges_heads(self, call: AttentionCall) -> bool:
         """Return whether all ranks exchange heads for tokens, instead of sending keys."""
         size, heads, kv_heads = self.group.size, call.num_heads, call.num_kv_heads
         fits = kv_heads % size == 0
