@@ -106,11 +106,13 @@ def attention(process: Worker, batch: Batch) -> None:
         results = _attention_times(process, shards, batch.window)
         for name, ideal in ideals.items():
             results[f"{name.removesuffix('_s')}_efficiency_share"] = ideal / median(results[name])
-        if exchange is None:
-            results["relative_error"] = _attention_error(whole, shards, batch.window)
         results |= _communication(process, shards, batch.window)
         process.row(batch.case, "scree" if exchange is None else f"scree, {exchange}", **results)
         del shards
+    # The error comes last, because an interrupt keeps the rows so far.
+    shards = [shard(x, process.mesh, cost=cost) for x in whole]
+    error = _attention_error(whole, shards, batch.window)
+    process.row(batch.case, "scree", relative_error=error)
 
 
 def _exchange(shards: list[scree.Array], window: int | None) -> str | None:
