@@ -8,7 +8,7 @@ import numpy as np
 
 from ..array import Array
 from ..checks import check_whole
-from ..layout import Layout
+from ..layout import SHARD_LAYOUTS, Layout
 from ..ops.attention import AttentionCall
 from ..ops.merge_attention import merge_attention
 from .operations import ShardOperations, map_results
@@ -64,10 +64,11 @@ class Cut(ShardOperations):
     def make_layout(self) -> Layout:
         """Return the layout of shards: the layout of this rank's tokens, with the cut."""
         local = self.local_layout
-        layout = Layout(
-            local.backend, local.offsets, local.total, local.max_length, local.host_offsets
-        )
+        # Offsets of their own tell shards from arrays on `local_layout`.
+        offsets = local.xp.asarray(local.offsets, copy=True)
+        layout = Layout(local.backend, offsets, local.total, local.max_length, local.host_offsets)
         layout.cut = self
+        SHARD_LAYOUTS[id(offsets)] = layout
         return layout
 
     def whole_index(self, rank: int) -> np.ndarray:
