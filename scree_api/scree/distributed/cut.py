@@ -97,14 +97,6 @@ class Cut(ShardOperations):
             slots[index] = rank * longest + np.arange(index.size)
         return longest, self.whole.to_index(slots, longest * self.group.size)
 
-    def received_tokens(self, left: int | None, right: int | None) -> int:
-        """Return how many keys this rank receives for `attention` under a window."""
-        if not self.is_cut:
-            return 0
-        remote = self._remote_plan(left, right)
-        plan = self._key_plan(left, right)[0] if remote is None else remote[0]
-        return sum(plan.received)
-
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:
