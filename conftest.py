@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 NEEDS = {
     "bench/tests": "typer matplotlib",
     "kernels_triton/tests": "triton",
+    "kernels_triton/tests/test_jax_attention_gpu.py": "jax",
     "kernels_triton/tests/test_jax_operations.py": "jax",
     "scree_api/scree/bridges/arrow.py": "pyarrow",
     "scree_api/scree/bridges/awkward.py": "awkward ragged",

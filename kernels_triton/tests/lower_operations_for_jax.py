@@ -79,6 +79,25 @@ def check_launches(name, expected):
     assert names == expected, (name, names)
 
 
+def check_decoding():
+    """Append a token per row to a cache of 8-bit keys, and attend to it."""
+    kinds = jax.ShapeDtypeStruct
+    pages = kinds((20, 16, 2, 64), jnp.bfloat16)
+    tokens, offsets = kinds((3, 2, 64), jnp.bfloat16), kinds((4,), jnp.int32)
+    table, lengths = kinds((3, 5), jnp.int32), kinds((3,), jnp.int32)
+
+    def step(k_pages, v_pages, q, k, table, offsets, lengths):
+        rows = scree.Array(k, offsets, max_length=1)
+        k_pages, v_pages = scree.append_paged(k_pages, v_pages, rows, rows, table, lengths)
+        caches = k_pages.astype(jnp.float8_e4m3fn), v_pages.astype(jnp.float8_e4m3fn)
+        return scree.paged_attention(rows.with_values(q), *caches, table, lengths).values
+
+    queries = kinds((3, 8, 64), jnp.bfloat16)
+    traced = jax.jit(step).trace(pages, pages, queries, tokens, table, offsets, lengths)
+    names = check_parameters(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert names == ["append_paged_kernel", "decode_kernel", "combine_kernel"], names
+
+
 def check_gradient_on_cpu(name):
     """Compare the gradients of the primitives with those of the standard implementation."""
     case = CASES[name]
@@ -179,6 +198,7 @@ def main():
     scree_triton.jax.register_operations()
     for name, kernels in KERNELS.items():
         check_launches(name, kernels)
+    check_decoding()
     for name in ON_CPU:
         check_gradient_on_cpu(name)
     check_transforms()

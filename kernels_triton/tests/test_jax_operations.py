@@ -211,3 +211,75 @@ def compare(actual, expected, tolerance):
     np.testing.assert_array_equal(actual[~finite], expected[~finite])
     scale = np.abs(expected[finite]).max()
     np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=tolerance * scale)
+
+
+def cache_problem(q_lengths, kv_lengths, page_size=4):
+    """Return queries, pages, the page table and the lengths of a cache of random tokens."""
+    random = np.random.default_rng(0)
+    counts = [-(-n // page_size) for n in kv_lengths]
+    numbers = random.permutation(sum(counts) + 2)
+    table = np.full((len(counts), max(counts) + 1), -1)
+    for row, count in enumerate(counts):
+        table[row, :count], numbers = numbers[:count], numbers[count:]
+    pages = [random.standard_normal((sum(counts) + 2, page_size, 2, 16)) for _ in range(2)]
+    q = random.standard_normal((sum(q_lengths), 4, 16))
+    return q, pages, table, np.asarray(kv_lengths)
+
+
+def attend_to_pages(q, pages, table, q_lengths, kv_lengths):
+    """Compute causal attention of each row to its pages, in float64."""
+    out, start = [], 0
+    for row, (m, n) in enumerate(zip(q_lengths, kv_lengths)):
+        k, v = (p[table[row]].reshape(-1, 2, 16)[:n].repeat(2, axis=1) for p in pages)
+        scores = np.einsum("ihd,jhd->hij", q[start : start + m], k) / 4
+        scores[:, np.arange(n) > np.arange(m)[:, None] + n - m] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out.append(np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), v))
+        start += m
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("q_lengths", [[1, 1, 1], [1, 40, 2]], ids=["decode", "prefill too"])
+def test_paged_attention_matches_a_loop_over_rows(q_lengths):
+    kv_lengths = [9, 41, 2]
+    q, pages, table, lengths = cache_problem(q_lengths, kv_lengths)
+
+    @jax.jit
+    def run(q, k_pages, v_pages, table, offsets, lengths):
+        rows = scree.Array(q, offsets, max_length=max(q_lengths))
+        out, lse = scree.paged_attention(
+            rows, k_pages, v_pages, table, lengths, return_lse=True, kernel="triton_jax"
+        )
+        assert lse.values.shape == q.shape[:2]
+        return out.values
+
+    floats = (jnp.asarray(x, jnp.float32) for x in (q, *pages))
+    integers = (jnp.asarray(x, jnp.int32) for x in (table, np.cumsum([0, *q_lengths]), lengths))
+    actual = run(*floats, *integers)
+    compare(actual, attend_to_pages(q, pages, table, q_lengths, kv_lengths), 2e-5)
+
+
+def test_append_paged_writes_tokens_and_keeps_its_arguments():
+    lengths, new = [9, 41, 2], [2, 1, 0]
+    x, (k_pages, v_pages), table, _ = cache_problem(new, lengths)
+    before = jnp.asarray(k_pages, jnp.float32)
+    x, pages = jnp.asarray(x[:, :2], jnp.float32), (before, jnp.asarray(v_pages, jnp.float32))
+    table, kv_lengths = jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+    @jax.jit
+    def run(pages, x, offsets):
+        rows = scree.Array(x, offsets, max_length=2)
+        options = dict(q=rows, rope={"theta": 100.0}, kernel="triton_jax")
+        return scree.append_paged(*pages, rows, rows * 2, table, kv_lengths, **options)
+
+    k_out, v_out, q_out = run(pages, x, offsets_of(new))
+    np.testing.assert_array_equal(before, np.asarray(k_pages, np.float32))
+    starts = jnp.asarray([7, 40, 2], jnp.int32)
+    rows = scree.Array(x, offsets_of(new))
+    rotated = scree.rope(rows, theta=100.0, start=starts, kernel="standard").values
+    compare(q_out.values, np.asarray(rotated, np.float64), 2e-6)
+    for out, tokens, original in ((k_out, rotated, before), (v_out, 2 * x, pages[1])):
+        expected = np.array(original)
+        for token, (row, position) in enumerate([(0, 7), (0, 8), (1, 40)]):
+            expected[table[row, position // 4], position % 4] = tokens[token]
+        compare(out, expected.astype(np.float64), 2e-6)

@@ -48,11 +48,13 @@ class Entry(NamedTuple):
 
 #: The operations that JAX runs by kernels, besides attention.
 TABLE: dict[str, Entry] = {
+    "append_paged": Entry(has_gradient=False),
     "cross_entropy": Entry(),
     # With a residual the second result is the sum that is normalized.
     "layer_norm": Entry(first_array=lambda results: results[-1]),
     "log_softmax": Entry(first_array=lambda results: results[0]),
     "logsumexp": Entry(),
+    "paged_attention": Entry(has_gradient=False),
     "rms_norm": Entry(first_array=lambda results: results[-1]),
     "rope": Entry(),
     "segment_mean": Entry(),

@@ -40,6 +40,8 @@ TORCH_DTYPES = {
         (jnp.float16, torch.float16),
         (jnp.float32, torch.float32),
         (jnp.float64, torch.float64),
+        (jnp.float8_e4m3fn, torch.float8_e4m3fn),
+        (jnp.float8_e5m2, torch.float8_e5m2),
         (jnp.bool_, torch.bool),
         (jnp.uint8, torch.uint8),
         (jnp.int32, torch.int32),
