@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -102,6 +103,11 @@ class RowCut(Protocol):
         self, kind: str, name: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a function of the standard, of some kind, on shards."""
+
+
+#: id of the offsets of a shard -> its layout. An array that is made of these offsets is a shard too:
+#: `dataclasses.replace`, by which FSDP2 casts the inputs of modules, passes nothing but the fields.
+SHARD_LAYOUTS: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 
 
 class Layout:

@@ -18,6 +18,7 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
     bind_launch,
     empty,
     launch_args,
@@ -110,9 +111,9 @@ class DecodeArgs:
     SLOPES: Pointer
     K_SCALE: Pointer
     V_SCALE: Pointer
-    OUT: Pointer
-    LSE: Pointer
-    PARTIAL: Pointer
+    OUT: Written
+    LSE: Written
+    PARTIAL: Written
     stride_qt: Stride
     stride_qh: Stride
     stride_kp: Stride
@@ -138,8 +139,8 @@ class CombineArgs:
     PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
     Q_OFFSETS: Pointer
-    OUT: Pointer
-    LSE: Pointer
+    OUT: Written
+    LSE: Written
     PARTIAL: Pointer
     n: Number
     window_left: Number
@@ -160,9 +161,9 @@ class PrefillArgs:
     SLOPES: Pointer
     K_SCALE: Pointer
     V_SCALE: Pointer
-    OUT: Pointer
-    LSE: Pointer
-    PARTIAL: Pointer
+    OUT: Written
+    LSE: Written
+    PARTIAL: Written
     stride_qt: Stride
     stride_qh: Stride
     stride_kp: Stride
@@ -189,8 +190,8 @@ class CombinePrefillArgs:
     PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
     Q_OFFSETS: Pointer
-    OUT: Pointer
-    LSE: Pointer
+    OUT: Written
+    LSE: Written
     PARTIAL: Pointer
     n: Number
     bisections: Number
@@ -312,6 +313,7 @@ class _LaunchConfig:
         parts = _PARTS_OF_FEW if self.by_row else _PARTS_OF_MANY
         parts = max(2, min(parts, _MAX_COMBINED // (tile * block_dv)))
         self.tiles = self.used // tile
+        unwritten = () if spec.return_lse else ("LSE",)
         self.decode = Launch(
             decode_kernel,
             heads
@@ -325,6 +327,7 @@ class _LaunchConfig:
             | dict(PDL=device.supports_pdl),
             dict(num_warps=decode.num_warps, num_stages=decode.num_stages),
             args=DecodeArgs,
+            unwritten=unwritten,
         )
         self.combine = Launch(
             combine_kernel,
@@ -346,6 +349,7 @@ class _LaunchConfig:
             ),
             dict(num_warps=4, launch_pdl=device.supports_pdl),
             args=CombineArgs,
+            unwritten=unwritten,
         )
         self.queries = _PREFILL_ROWS // group
         self.sm_count = device.sm_count
@@ -364,11 +368,13 @@ class _LaunchConfig:
                 heads | dims | tiles | options | cut | same | last,
                 dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
                 args=PrefillArgs,
+                unwritten=unwritten if parts > 1 else (*unwritten, "PARTIAL"),
             ), Launch(
                 combine_prefill_kernel,
                 heads | combined | tiles | combined_options | cut | dict(TILE=_COMBINED_ROWS),
                 dict(num_warps=4),
                 args=CombinePrefillArgs,
+                unwritten=unwritten,
             )
 
         self.prefill_launches = prefill_launches
@@ -486,14 +492,15 @@ class _LaunchConfig:
             if not (n and total):
                 return out, lse
             partial = new((size,), (1,), torch.float32)
-            lse_or_out = out if lse is None else lse
+            # Unless it is written, LSE is any other array.
+            lse_or_q, lse_or_partial = (q, partial) if lse is None else (lse, lse)
             present = _NOTHING
             if slopes is not None:
                 present = {"SLOPES": slopes}
             if k_scale is not None and v_scale is not None:
                 present = {**present, "K_SCALE": k_scale, "V_SCALE": v_scale}
             if prefill_programs:
-                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else out
+                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else q
                 prefill(
                     Q=q,
                     K=k,
@@ -501,12 +508,14 @@ class _LaunchConfig:
                     PAGES=pages,
                     KV_LENGTHS=kv_lengths,
                     OUT=out,
-                    LSE=lse_or_out,
+                    LSE=lse_or_q,
                     PARTIAL=cut,
                     **present,
                 )
                 if prefill_size:
-                    combine_prefill(KV_LENGTHS=kv_lengths, OUT=out, LSE=lse_or_out, PARTIAL=cut)
+                    combine_prefill(
+                        KV_LENGTHS=kv_lengths, OUT=out, LSE=cut if lse is None else lse, PARTIAL=cut
+                    )
             # A call without ** saves the host a tenth of the time.
             if present is _NOTHING:
                 decode(
@@ -516,7 +525,7 @@ class _LaunchConfig:
                     PAGES=pages,
                     KV_LENGTHS=kv_lengths,
                     OUT=out,
-                    LSE=lse_or_out,
+                    LSE=lse_or_q,
                     PARTIAL=partial,
                 )
             else:
@@ -527,11 +536,11 @@ class _LaunchConfig:
                     PAGES=pages,
                     KV_LENGTHS=kv_lengths,
                     OUT=out,
-                    LSE=lse_or_out,
+                    LSE=lse_or_q,
                     PARTIAL=partial,
                     **present,
                 )
-            combine(KV_LENGTHS=kv_lengths, OUT=out, LSE=lse_or_out, PARTIAL=partial)
+            combine(KV_LENGTHS=kv_lengths, OUT=out, LSE=lse_or_partial, PARTIAL=partial)
             return out, lse
 
         return on_device(self.index, run)

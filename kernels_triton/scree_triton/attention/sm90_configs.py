@@ -116,7 +116,7 @@ class Sm90Config(LaunchConfig):
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
             args=ForwardArgs,
-            unwritten="OUT" if self.stores_by_tma else "o_desc",
+            unwritten=("OUT",) if self.stores_by_tma else ("o_desc",),
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
         m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq

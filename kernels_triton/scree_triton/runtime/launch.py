@@ -428,8 +428,8 @@ class Launch:
         The kernel's named arguments, declared with `launch_args`. Their names, followed by the
         names of the constants, must be the names of the kernel's parameters.
     unwritten
-        The name of an argument that the kernel does not write with these constants, although its
-        field in `args` says so.
+        The names of arguments that the kernel does not write with these constants, although their
+        fields in `args` say so.
     """
 
     __slots__ = (
@@ -454,7 +454,7 @@ class Launch:
         rows: tuple[int, ...] = (),
         *,
         args: Any,
-        unwritten: str = "",
+        unwritten: tuple[str, ...] = (),
     ):
         if (*args.fields, *constants) != tuple(kernel.arg_names):
             raise TypeError(
@@ -464,7 +464,7 @@ class Launch:
         # Triton 3.9 warns if kernels do not choose, and 3.10 changes the default.
         self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         self.constants, self.rows = constants, rows
-        self.values, self.written = tuple(constants.values()), args.written - {unwritten}
+        self.values, self.written = tuple(constants.values()), args.written.difference(unwritten)
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
         self.failures: dict[int | tuple[int, ...], str] = {}  # why a variant does not compile

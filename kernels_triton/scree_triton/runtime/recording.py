@@ -8,6 +8,7 @@ the hardware that they are for.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +43,13 @@ class RecordedSort(NamedTuple):
     result: torch.Tensor
 
 
+@dataclass
 class Recording:
     """The launches and sorts of a function, in order."""
 
-    def __init__(self) -> None:
-        self.steps: list[RecordedLaunch | RecordedSort] = []
-        self.zeros: list[torch.Tensor] = []
-        """Tensors that are filled with 0 before the first launch."""
+    steps: list[RecordedLaunch | RecordedSort] = field(default_factory=list)
+    zeros: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that are filled with 0 before the first launch."""
 
 
 @contextmanager
