@@ -73,10 +73,10 @@ def record_replacement(module: str, dtypes: set[torch.dtype | None], reason: str
     """Warn once that a kernel of a module does not run for these dtypes, and keep the reason."""
     note = f"another implementation replaces a kernel: {reason}"
     notes = [_UNAVAILABLE.setdefault((module, dtype), []) for dtype in dtypes]
-    if all(note in known for known in notes):
+    if all(note in recorded for recorded in notes):
         return
-    for known in notes:
-        known.append(note)
+    for recorded in notes:
+        recorded.append(note)
     warnings.warn(f"{module}: {note}", RuntimeWarning, stacklevel=3)
 
 
@@ -130,5 +130,7 @@ def _differentiate(
     run: Callable[..., Any], inputs: list[torch.Tensor | None], grads: Any, **options: Any
 ) -> tuple[torch.Tensor | None, ...]:
     present, results = [x for x in inputs if x is not None], run(*inputs)
-    found = iter(torch.autograd.grad(results, present, grads, materialize_grads=True, **options))
-    return tuple(None if x is None else next(found) for x in inputs)
+    input_grads = iter(
+        torch.autograd.grad(results, present, grads, materialize_grads=True, **options)
+    )
+    return tuple(None if x is None else next(input_grads) for x in inputs)
