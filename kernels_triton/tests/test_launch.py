@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from scree.dispatch.operation import KernelUnavailableError
 from scree_triton.runtime import device
 from scree_triton.runtime import launch as module
+from scree_triton.runtime.descriptors import Tiled, tiled
 from scree_triton.runtime.launch import (
     Descriptor,
     Launch,
@@ -282,7 +283,7 @@ def test_launch_passes_what_the_launcher_of_the_installed_triton_passes(describe
     )
     launch._keep(16, compiled, 0)
     assert 16 in launch.variants
-    q = dict(Q=(X, module.tiled((16, 16), (16, 1), 16))) if described else {}
+    q = dict(Q=(X, tiled((16, 16), (16, 1), 16))) if described else {}
     launch(5, args_class(**q, **arguments))
     triton_call, our_call = utilities.launched
     assert our_call == triton_call
@@ -399,7 +400,7 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
     kernel = named_kernel(jit, "Q", "K", "X", "x_stride", "count", "BLOCK")
     launch = Launch(kernel, dict(BLOCK=64), {}, (16, 16), args=Args)
     launch.variants[16], launch.index, launch.metadata = (kernel.launch, ()), 0, ("first", "second")
-    shape, y = module.tiled((16, 16), (16, 1), 16), X.clone()
+    shape, y = tiled((16, 16), (16, 1), 16), X.clone()
     for q, k in ((X, y), (X, y), (X, X), (y, X)):
         launch(5, Args(Q=(q, shape), K=(k, shape), X=X, x_stride=16, count=3))
     assert [how for _, how in encoded] == ["first", "second", "second", "first"]
@@ -416,7 +417,7 @@ def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypat
 
     driver = SimpleNamespace(make_tensordesc_arg=encode)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
-    monkeypatch.setattr(module.Tiled, "typed", lambda self, base, rows: (base, rows))
+    monkeypatch.setattr(Tiled, "typed", lambda self, base, rows: (base, rows))
     monkeypatch.setattr(module, "_launcher", lambda compiled, described: (compiled.run.launch, ()))
 
     @launch_args
@@ -429,7 +430,7 @@ def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypat
         count: Number
 
     tiles, y = X.clone(), X.clone()
-    q_shape, k_shape = module.tiled((16, 16), (16, 1), 16), module.tiled((8, 16), (16, 1), 16)
+    q_shape, k_shape = tiled((16, 16), (16, 1), 16), tiled((8, 16), (16, 1), 16)
     numbers = dict(x_stride=32, count=3)
     kernels = [named_kernel(jit, *Args.fields, "BLOCK") for _ in range(2)]
     for kernel in kernels:
@@ -452,7 +453,7 @@ def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypat
         bind_launch(launches[1], 5, Args, Q=q_shape, K=k_shape, x_stride=32)
 
 
-def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
+def test_method_on_device_selects_the_device_of_its_object(monkeypatch):
     entered = []
 
     class Device:
@@ -465,7 +466,7 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
         def __exit__(self, *error):
             entered.append(None)
 
-    class Plan:
+    class Config:
         def __init__(self, index):
             self.index = index
 
@@ -478,9 +479,9 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
     for devices in (1, 2):
         monkeypatch.setattr(module, "device_count", lambda devices=devices: devices)
         assert (
-            Plan(None).run(3) == Plan(1).run(3) == (3, [])
+            Config(None).run(3) == Config(1).run(3) == (3, [])
         )  # in host memory, and on the current one
-    other = Plan(0)
+    other = Config(0)
     assert other.run(3) == (3, [0]) and other.run(4) == (4, [0, None, 0]) and entered[-1] is None
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 import triton
 
+from ..runtime.descriptors import ragged
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, bind_launch, contiguous, ragged
+from ..runtime.launch import Launch, bind_launch, contiguous
 from . import sum_splits
 from .arguments import (
     BackwardNumbers,

@@ -26,17 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..runtime.descriptors import boxed, ragged_shape
 from ..runtime.device import device_info
-from ..runtime.launch import (
-    Descriptor,
-    Launch,
-    Number,
-    Pointer,
-    boxed,
-    launch_args,
-    launch_on_device,
-    ragged_shape,
-)
+from ..runtime.launch import Descriptor, Launch, Number, Pointer, launch_args, launch_on_device
 from ..sm90.pipeline import (
     RAGGED_EXTENT,
     allocate_barriers,

@@ -5,7 +5,7 @@ FlashAttention-3, 2024, arXiv:2407.08608). The producer warp fetches tiles from 
 first, and fills rings of shared memory by TMA. The consumer warp groups multiply on the tensor
 cores.
 
-Descriptors are ragged (see `launch.Ragged`): TMA itself ends at a row's last token and fills with
+Descriptors are ragged (see `descriptors.Ragged`): TMA itself ends at a row's last token and fills with
 zeros. So no tile ever holds a token of another row.
 
 A head is read as PARTS parts of BLOCK_D numbers:

@@ -23,8 +23,9 @@ import numpy as np
 
 from .. import checks
 from ..array import Array
-from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
+from ..broadcasting import check_ragged, check_shared_layout
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 from ..layout import Layout, Tiles, host_offsets_of
 from .philox import as_seed, kept_pairs, round_probability
 from .row_chunks import equal_cost_bounds, join_rows, split_rows
