@@ -401,15 +401,16 @@ def test_best_tile_is_the_fastest(tmp_path):
 @pytest.mark.needs("triton")
 def test_tiles_of_the_triton_kernels_can_be_set():
     from scree_bench.commands.attention import TILERS
-    from scree_triton.attention import launch_configs, tile_configs
+    from scree_triton.attention import launch_configs, portable_config, tile_configs
 
-    before = launch_configs.portable_tiles
+    modules = launch_configs, portable_config
+    before = [module.portable_tiles for module in modules]
     with TILERS["triton"](32, 64):
-        assert launch_configs.portable_tiles((9, 0), 2, 64).forward == tile_configs.Tile(
-            32, 64, 4, 2
-        )
-        assert not launch_configs.SM90_TILES
-    assert launch_configs.portable_tiles is before and launch_configs.SM90_TILES
+        for module in modules:
+            tiles = module.portable_tiles((9, 0), 2, 64, dropout=False)
+            assert tiles.forward == tile_configs.Tile(32, 64, 4, 2)
+        assert not tile_configs.SM90_TILES
+    assert [module.portable_tiles for module in modules] == before and tile_configs.SM90_TILES
 
 
 def test_ratio_above_its_limit_fails_the_run(monkeypatch):

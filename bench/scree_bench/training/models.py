@@ -139,11 +139,18 @@ def hidden_states(
     x, y = scree.gather(p["embedding"], tokens).values, None
     if size.positions:
         x = x + F.embedding(scree.positions(tokens), p["positions"])
+
+    def add_layer(run: Any, x: Any) -> Any:
+        # The backward pass keeps the sum instead of both terms.
+        y, x = run(tokens, None, x)
+        return x + y
+
+    if recomputes:
+        for run in layers:
+            x = checkpoint(add_layer, run, x, use_reentrant=False)
+        return _norm(p, size, "norm", array(x))
     for run in layers:
-        if recomputes:
-            y, x = checkpoint(run, tokens, y, x, use_reentrant=False)
-        else:
-            y, x = run(tokens, y, x)
+        y, x = run(tokens, y, x)
     return _norm(p, size, "norm", array(y), array(x))[0]
 
 

@@ -28,6 +28,7 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
     bind_args,
     contiguous,
     empty,
@@ -197,12 +198,12 @@ def append_paged_kernel(
 class AppendArgs:
     """Arguments of `append_paged_kernel`."""
 
-    K_PAGES: Pointer
-    V_PAGES: Pointer
+    K_PAGES: Written
+    V_PAGES: Written
     K: Pointer
     V: Pointer
     Q: Pointer
-    Q_OUT: Pointer
+    Q_OUT: Written
     PAGES: Pointer
     PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
@@ -284,6 +285,7 @@ def _launch(shape: _Shape) -> Launch:
         ),
         dict(num_warps=min(max(triton.next_power_of_2(elements // _ELEMENTS_PER_WARP), 1), 8)),
         args=AppendArgs,
+        unwritten=() if shape.q_heads else ("Q_OUT",),
     )
 
 

@@ -18,12 +18,13 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
     bind_launch,
     empty,
     launch_args,
     on_device,
 )
-from .launch_configs import AttentionSpec, allows_tf32
+from .metadata import AttentionSpec, allows_tf32
 from .paged_kernels import combine_kernel, combine_prefill_kernel, decode_kernel, prefill_kernel
 from .tile_scheduler import UNBOUNDED
 
@@ -110,9 +111,9 @@ class DecodeArgs:
     SLOPES: Pointer
     K_SCALE: Pointer
     V_SCALE: Pointer
-    OUT: Pointer
-    LSE: Pointer
-    PARTIAL: Pointer
+    OUT: Written
+    LSE: Written
+    PARTIAL: Written
     stride_qt: Stride
     stride_qh: Stride
     stride_kp: Stride
@@ -138,8 +139,8 @@ class CombineArgs:
     PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
     Q_OFFSETS: Pointer
-    OUT: Pointer
-    LSE: Pointer
+    OUT: Written
+    LSE: Written
     PARTIAL: Pointer
     n: Number
     window_left: Number
@@ -160,9 +161,9 @@ class PrefillArgs:
     SLOPES: Pointer
     K_SCALE: Pointer
     V_SCALE: Pointer
-    OUT: Pointer
-    LSE: Pointer
-    PARTIAL: Pointer
+    OUT: Written
+    LSE: Written
+    PARTIAL: Written
     stride_qt: Stride
     stride_qh: Stride
     stride_kp: Stride
@@ -189,8 +190,8 @@ class CombinePrefillArgs:
     PAGE_OFFSETS: Pointer
     KV_LENGTHS: Pointer
     Q_OFFSETS: Pointer
-    OUT: Pointer
-    LSE: Pointer
+    OUT: Written
+    LSE: Written
     PARTIAL: Pointer
     n: Number
     bisections: Number
@@ -242,7 +243,7 @@ class _Shape(NamedTuple):
 class _LaunchConfig:
     """Launches for one kind of call."""
 
-    def __init__(self, shape: _Shape, spec: Spec, allows_tf32: bool):
+    def __init__(self, shape: _Shape, spec: Spec, is_tf32: bool):
         device, group = device_info(shape.device), shape.heads // shape.kv_heads
         dtype, *cache_dtypes = shape.dtypes[:3]
         itemsize = max(cache_dtype.itemsize for cache_dtype in cache_dtypes)
@@ -305,13 +306,14 @@ class _LaunchConfig:
             SLOTS=self.slots,
         )
         self.by_row = bool(self.split) or shape.rows_at_a_time == _ROWS_AT_A_TIME[0]
-        last = dict(PRECISION="tf32" if allows_tf32 else "tf32x3")
+        last = dict(PRECISION="tf32" if is_tf32 else "tf32x3")
         # Few rows may have many parts each, of which a CTA loads as many as it can.
         self.used = triton.next_power_of_2(self.used)
         tile = 1 if self.by_row else self.used
         parts = _PARTS_OF_FEW if self.by_row else _PARTS_OF_MANY
         parts = max(2, min(parts, _MAX_COMBINED // (tile * block_dv)))
         self.tiles = self.used // tile
+        unwritten = () if spec.return_lse else ("LSE",)
         self.decode = Launch(
             decode_kernel,
             heads
@@ -325,6 +327,7 @@ class _LaunchConfig:
             | dict(PDL=device.supports_pdl),
             dict(num_warps=decode.num_warps, num_stages=decode.num_stages),
             args=DecodeArgs,
+            unwritten=unwritten,
         )
         self.combine = Launch(
             combine_kernel,
@@ -346,6 +349,7 @@ class _LaunchConfig:
             ),
             dict(num_warps=4, launch_pdl=device.supports_pdl),
             args=CombineArgs,
+            unwritten=unwritten,
         )
         self.queries = _PREFILL_ROWS // group
         self.sm_count = device.sm_count
@@ -364,11 +368,13 @@ class _LaunchConfig:
                 heads | dims | tiles | options | cut | same | last,
                 dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
                 args=PrefillArgs,
+                unwritten=unwritten if parts > 1 else (*unwritten, "PARTIAL"),
             ), Launch(
                 combine_prefill_kernel,
                 heads | combined | tiles | combined_options | cut | dict(TILE=_COMBINED_ROWS),
                 dict(num_warps=4),
                 args=CombinePrefillArgs,
+                unwritten=unwritten,
             )
 
         self.prefill_launches = prefill_launches
@@ -486,14 +492,15 @@ class _LaunchConfig:
             if not (n and total):
                 return out, lse
             partial = new((size,), (1,), torch.float32)
-            lse_or_out = out if lse is None else lse
+            # Unless it is written, LSE is any other array.
+            lse_or_q, lse_or_partial = (q, partial) if lse is None else (lse, lse)
             present = _NOTHING
             if slopes is not None:
                 present = {"SLOPES": slopes}
             if k_scale is not None and v_scale is not None:
                 present = {**present, "K_SCALE": k_scale, "V_SCALE": v_scale}
             if prefill_programs:
-                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else out
+                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else q
                 prefill(
                     Q=q,
                     K=k,
@@ -501,12 +508,14 @@ class _LaunchConfig:
                     PAGES=pages,
                     KV_LENGTHS=kv_lengths,
                     OUT=out,
-                    LSE=lse_or_out,
+                    LSE=lse_or_q,
                     PARTIAL=cut,
                     **present,
                 )
                 if prefill_size:
-                    combine_prefill(KV_LENGTHS=kv_lengths, OUT=out, LSE=lse_or_out, PARTIAL=cut)
+                    combine_prefill(
+                        KV_LENGTHS=kv_lengths, OUT=out, LSE=cut if lse is None else lse, PARTIAL=cut
+                    )
             # A call without ** saves the host a tenth of the time.
             if present is _NOTHING:
                 decode(
@@ -516,7 +525,7 @@ class _LaunchConfig:
                     PAGES=pages,
                     KV_LENGTHS=kv_lengths,
                     OUT=out,
-                    LSE=lse_or_out,
+                    LSE=lse_or_q,
                     PARTIAL=partial,
                 )
             else:
@@ -527,11 +536,11 @@ class _LaunchConfig:
                     PAGES=pages,
                     KV_LENGTHS=kv_lengths,
                     OUT=out,
-                    LSE=lse_or_out,
+                    LSE=lse_or_q,
                     PARTIAL=partial,
                     **present,
                 )
-            combine(KV_LENGTHS=kv_lengths, OUT=out, LSE=lse_or_out, PARTIAL=partial)
+            combine(KV_LENGTHS=kv_lengths, OUT=out, LSE=lse_or_partial, PARTIAL=partial)
             return out, lse
 
         return on_device(self.index, run)
@@ -671,13 +680,15 @@ def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
     The keys are a cache without pages, one row after the other.
     """
     return_lse, n, max_length = call.return_lse, call.q.batch_size, call.q.layout.max_length_bound
+    dtype = call.q.values.dtype
     has_slopes = call.alibi_slopes is not None
     options = Spec(*spec[:4], value_scale=1.0, split_size=0, return_lse=return_lse)
+    # Whether products may use tf32 -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
         arrays, offsets = (q.values, k.values, v.values), q.offsets
-        is_tf32 = allows_tf32(arrays[0].dtype)
+        is_tf32 = allows_tf32(dtype)
         if is_tf32 not in prepared:
             indices = offsets, offsets, k.offsets, offsets
             config = _select(*arrays, indices, has_slopes, False, max_length, n, options)
@@ -694,8 +705,8 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
     """Return a function for calls with the same metadata."""
     spec, has_slopes = _spec_of(call), call.alibi_slopes is not None
     has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
-    kv_heads, is_float32 = call.k_pages.shape[2], call.q.values.dtype == torch.float32
-    # Precision setting -> function that runs calls.
+    kv_heads, dtype = call.k_pages.shape[2], call.q.values.dtype
+    # Whether products may use tf32 -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}
     max_length, n = call.q.layout.max_length_bound, call.q.batch_size
     are_lengths_contiguous = call.kv_lengths.is_contiguous()
@@ -707,11 +718,12 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         pages: torch.Tensor,
         page_offsets: torch.Tensor | None,
         kv_lengths: torch.Tensor,
+        is_tf32: bool,
     ) -> Callable[..., Any]:
         indices = pages, page_offsets, kv_lengths, q.offsets
         config = _select(q.values, *caches, indices, has_slopes, has_scales, max_length, n, spec)
         run = config.prepare(q.values, *caches, pages, page_offsets, q.offsets)
-        prepared[allows_tf32(q.values.dtype)] = run
+        prepared[is_tf32] = run
         return run
 
     def attend(
@@ -737,8 +749,9 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             pages, page_offsets = _aligned(page_table.values), page_table.offsets
         if not are_lengths_contiguous:
             kv_lengths = kv_lengths.contiguous()
-        run = prepared.get(is_float32 and allows_tf32(torch.float32)) or prepare(
-            q, (k_pages, v_pages), pages, page_offsets, kv_lengths
+        is_tf32 = allows_tf32(dtype)
+        run = prepared.get(is_tf32) or prepare(
+            q, (k_pages, v_pages), pages, page_offsets, kv_lengths, is_tf32
         )
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
         out, lse = run(values, k_pages, v_pages, pages, kv_lengths, slopes, k_scale, v_scale)

@@ -4,6 +4,7 @@ Importing this package imports neither JAX, nor torch, nor Triton. The kernels n
 for the launch configs. A build of torch for the CPU is enough.
 """
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -32,6 +33,18 @@ def register() -> None:
     register_kernel("attention", provider=PROVIDER, rejects=kernels.rejects, note=kernels.note)(
         kernels.attention
     )
+    register_operations()
+
+
+def register_operations() -> None:
+    """Register the kernels of all operations but attention."""
+    from scree import register_kernel
+
+    operations = import_module(".operations", __name__)
+    for name in operations.TABLE:
+        register_kernel(name, provider=PROVIDER, rejects=partial(operations.rejects, name))(
+            partial(operations.run, name)
+        )
 
 
 def _targets(plugin: object) -> object:

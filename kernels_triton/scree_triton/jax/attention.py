@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scree.providers import jax_attention as loops
 
 from ..attention.interface import make_spec, rejects_kind
-from ..attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
+from ..attention.launch_configs import get_launch_config
+from ..attention.metadata import AttentionSpec, VarlenLayout
 from ..attention.tile_scheduler import UNBOUNDED
 from ..runtime.device import device_info
 from ..runtime.recording import record
 from .devices import capability, rejects_arrays
+from .primitive import define_primitive
 from .triton_call import TORCH_DTYPES, meta, run_recording
 
 _VMAP = (
@@ -185,27 +185,11 @@ def _refuse_vmap(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(_VMAP)
 
 
-def _define(name: str, types: Any, kernels: Any, fallback: Any) -> Primitive:
-    """Return a primitive that runs `kernels` on CUDA, and `fallback` on all other platforms."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(types)
-    primitive.def_impl(
-        lambda *arrays, static: jax.jit(partial(primitive.bind, static=static))(*arrays)
-    )
-    mlir.register_lowering(primitive, mlir.lower_fun(fallback, multiple_results=True))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(kernels, multiple_results=True), platform="cuda"
-    )
-    batching.primitive_batchers[primitive] = _refuse_vmap
-    return primitive
-
-
-_forward_primitive = _define(
-    "scree_attention_forward", _forward_types, _forward_kernels, _forward_loops
+_forward_primitive = define_primitive(
+    "scree_attention_forward", _forward_types, _forward_kernels, _forward_loops, _refuse_vmap
 )
-_backward_primitive = _define(
-    "scree_attention_backward", _backward_types, _backward_kernels, _backward_loops
+_backward_primitive = define_primitive(
+    "scree_attention_backward", _backward_types, _backward_kernels, _backward_loops, _refuse_vmap
 )
 
 

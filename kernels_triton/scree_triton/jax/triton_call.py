@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import triton
 from jax import lax
+from jax.ffi import ffi_call
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -38,6 +39,11 @@ TORCH_DTYPES = {
         (jnp.bfloat16, torch.bfloat16),
         (jnp.float16, torch.float16),
         (jnp.float32, torch.float32),
+        (jnp.float64, torch.float64),
+        (jnp.float8_e4m3fn, torch.float8_e4m3fn),
+        (jnp.float8_e5m2, torch.float8_e5m2),
+        (jnp.bool_, torch.bool),
+        (jnp.uint8, torch.uint8),
         (jnp.int32, torch.int32),
         (jnp.int64, torch.int64),
     )
@@ -82,26 +88,43 @@ def run_recording(
     ------
     ValueError
         If a launch has a part of an array, reads memory without contents, or has memory that it
-        writes as two arguments.
+        writes as two arguments; or if no launch writes a result.
     """
-    arrays = {_memory(x): array for x, array in inputs}
-    zeros = {_memory(x) for x in recording.zeros}
+    arrays = {memory_of(x): array for x, array in inputs}
+    zeros = {memory_of(x) for x in recording.zeros}
     for step in recording.steps:
         if isinstance(step, RecordedSort):
-            arrays[_memory(step.result)] = sort_descending(arrays[_memory(step.keys)])
+            arrays[memory_of(step.result)] = sort_descending(arrays[memory_of(step.keys)])
         else:
             _launch(step, capability, arrays, zeros)
-    return [arrays[_memory(x)] for x in results]
+    return [_contents(arrays, x) for x in results]
 
 
-def _memory(x: torch.Tensor) -> int:
-    """Return the identity of the memory of a tensor, which a tensor without data has too."""
+def _contents(arrays: dict[int, Any], x: torch.Tensor) -> Any:
+    """Return the array in the memory of a tensor, with the tensor's shape and dtype."""
+    if memory_of(x) not in arrays:
+        raise ValueError("no recorded launch writes a result")
+    if not x.is_contiguous():
+        raise ValueError("a result is not contiguous")
+    array, expected = arrays[memory_of(x)], array_type(x)
+    # The kernels write booleans as bytes.
+    return array.reshape(expected.shape).astype(expected.dtype)
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """Return the identity of the memory of a tensor, which a tensor without data has too.
+
+    Raises
+    ------
+    ValueError
+        If the tensor is a part of another one.
+    """
     if x.storage_offset():
         raise ValueError("a launch on a part of an array cannot be recorded")
     return x.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-def _array_type(x: torch.Tensor) -> Any:
+def array_type(x: torch.Tensor) -> Any:
     """Return shape and dtype of the JAX array for a tensor that a launch config allocated.
 
     An int64 number is a pair of int32 numbers, as JAX has no int64 by default.
@@ -139,13 +162,13 @@ def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros
             parameters.append(_number(argument, kind))
             continue
         tensor = argument[0] if isinstance(argument, tuple) else argument
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         is_zeroed = memory in zeros and memory not in arrays
         if memory not in results:
             if memory not in arrays:
                 if name not in step.written:
                     raise ValueError(f"{step.kernel.__name__} reads {name}, which has no contents")
-                empty = _array_type(tensor)
+                empty = array_type(tensor)
                 arrays[memory] = lax.empty(empty.shape, empty.dtype)
             if name in step.written:
                 aliases[memory] = len(operands)
@@ -158,7 +181,7 @@ def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros
     for memory, operand in aliases.items():
         if any(x is arrays[memory] for i, x in enumerate(operands) if i != operand):
             raise ValueError(f"{step.kernel.__name__} has two arguments in memory that it writes")
-    call = jax.ffi.ffi_call(
+    call = ffi_call(
         TARGET,
         [*results.values(), *(jax.typeof(operands[i]) for i in aliases.values())],
         input_output_aliases={x: len(results) + i for i, x in enumerate(aliases.values())},
@@ -175,10 +198,10 @@ def _trailing_results(step: RecordedLaunch, arrays: dict[int, Any]) -> dict[int,
     results: dict[int, Any] = {}
     for name, argument in reversed(list(zip(step.kernel.arg_names, step.arguments))):
         if isinstance(argument, torch.Tensor):
-            memory = _memory(argument)
+            memory = memory_of(argument)
             if name not in step.written or memory in arrays or memory in results:
                 break
-            results[memory] = _array_type(argument)
+            results[memory] = array_type(argument)
         elif isinstance(argument, tuple):
             break
     return dict(reversed(results.items()))

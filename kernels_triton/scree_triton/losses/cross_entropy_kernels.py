@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..runtime.device import INTERPRETED, device_info
-from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
+from ..runtime.launch import Launch, Number, Pointer, Stride, Written, launch_args, launch_on_device
 from .reductions import HEADER, PLAIN, LossOptions, Targets
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -985,14 +985,14 @@ class CrossEntropyArgs:
     X: Pointer
     TARGETS: Pointer
     OFFSETS: Pointer
-    LOSSES: Pointer
-    STATS: Pointer
-    PARTS: Pointer
+    LOSSES: Written
+    STATS: Written
+    PARTS: Written
     DLOSSES: Pointer
     SHARE: Pointer
-    OUT: Pointer
+    OUT: Written
     CLASS_WEIGHTS: Pointer
-    ACCURACIES: Pointer
+    ACCURACIES: Written
     x_stride: Stride
     out_stride: Stride
     n: Number
@@ -1018,6 +1018,18 @@ class Outputs(NamedTuple):
     SCALED: bool
     SHARED: bool
     ACCURACY: bool
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """Names of the arguments that are not written."""
+        written = {
+            "LOSSES": self.EACH,
+            "STATS": self.SAVE,
+            "PARTS": self.SUM,
+            "OUT": self.GRADIENT,
+            "ACCURACIES": self.ACCURACY,
+        }
+        return tuple(name for name, is_written in written.items() if not is_written)
 
 
 class OptionFlags(NamedTuple):
@@ -1078,6 +1090,7 @@ def _launch(
             | flags,
             dict(num_warps=warps),
             args=CrossEntropyArgs,
+            unwritten=outputs.unwritten,
         )
         return (
             launch,
@@ -1097,6 +1110,7 @@ def _launch(
         dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
         dict(num_warps=warps),
         args=CrossEntropyArgs,
+        unwritten=outputs.unwritten,
     )
     return launch, 1, programs_per_sm * device_info(device).sm_count
 

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 import scree
 
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
+from ..runtime.launch import Launch, Number, Pointer, Written, launch_args, launch_on_device
 
 #: Reductions to one number.
 SCALAR_REDUCTIONS = ("mean", "sum")
@@ -213,8 +213,8 @@ class SumArgs:
     """Arguments of `loss_sum_kernel`."""
 
     PARTS: Pointer
-    TOTAL: Pointer
-    SHARE: Pointer
+    TOTAL: Written
+    SHARE: Written
     parts: Number
 
 
@@ -224,7 +224,7 @@ class ShareArgs:
 
     TARGETS: Pointer
     OFFSETS: Pointer
-    SHARE: Pointer
+    SHARE: Written
     n: Number
     size: Number
     ignored: Number
@@ -234,10 +234,10 @@ class ShareArgs:
 class RowMeansArgs:
     """Arguments of `loss_rows_kernel`."""
 
-    LOSSES: Pointer
+    LOSSES: Written
     TARGETS: Pointer
     OFFSETS: Pointer
-    MEANS: Pointer
+    MEANS: Written
     ignored: Number
     stride: Number
 
@@ -297,6 +297,7 @@ def _rows_launch(
         dict(BLOCK=1024, BACKWARD=dtype_of_gradient is not None),
         dict(num_warps=4),
         args=RowMeansArgs,
+        unwritten=("LOSSES",) if dtype_of_gradient is None else ("MEANS",),
     )
 
 

@@ -29,6 +29,7 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
     contiguous,
     empty,
     launch_args,
@@ -274,8 +275,8 @@ class ForwardArgs:
     RESIDUAL: Pointer
     W: Pointer
     B: Pointer
-    Y: Pointer
-    SUM: Pointer
+    Y: Written
+    SUM: Written
     x_stride: Stride
     residual_stride: Stride
     y_stride: Stride
@@ -291,8 +292,8 @@ class BackwardArgs:
     W: Pointer
     DY: Pointer
     DSUM: Pointer
-    DX: Pointer
-    PARTS: Pointer
+    DX: Written
+    PARTS: Written
     x_stride: Stride
     dy_stride: Stride
     dsum_stride: Stride
@@ -306,8 +307,8 @@ class AddArgs:
     """Arguments of `norm_add_kernel`."""
 
     PARTS: Pointer
-    DW: Pointer
-    DB: Pointer
+    DW: Written
+    DB: Written
     parts: Number
 
 
@@ -344,6 +345,7 @@ def _forward_launch(
         dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight, BIAS=bias),
         dict(num_warps=warps),
         args=ForwardArgs,
+        unwritten=() if add else ("SUM",),
     ), rows
 
 
@@ -385,6 +387,7 @@ def _backward_launches(
         ),
         dict(num_warps=warps, maxnreg=128 if prefetched else None),
         args=BackwardArgs,
+        unwritten=() if needs_dweight or needs_dbias else ("PARTS",),
     )
     max_programs, chained = (
         device_info(device).sm_count * ctas_per_sm,
@@ -401,6 +404,7 @@ def _backward_launches(
         ),
         dict(num_warps=8, launch_pdl=chained),
         args=AddArgs,
+        unwritten=() if needs_dweight and needs_dbias else ("DB",) if needs_dweight else ("DW",),
     )
     return first, second, rows, max_programs
 
@@ -482,7 +486,7 @@ class _LaunchConfig:
         dx = self.new(*self.out)
         dw = self.new(*dw_allocation) if dw_allocation else None
         db = self.new(*db_allocation) if db_allocation else None
-        parts = self.new(*parts_allocation) if parts_allocation else dx
+        parts = self.new(*parts_allocation) if parts_allocation else x
         if programs:
             x, stride = as_token_matrix(x)
             dy, dy_stride = as_token_matrix(dy)
@@ -506,8 +510,8 @@ class _LaunchConfig:
         if parts_allocation:
             args = AddArgs(
                 PARTS=parts,
-                DW=dx if dw is None else dw,
-                DB=dx if db is None else db,
+                DW=parts if dw is None else dw,
+                DB=parts if db is None else db,
                 parts=programs,
             )
             second(add_programs, args)

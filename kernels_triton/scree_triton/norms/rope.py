@@ -27,6 +27,7 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
     contiguous,
     empty,
     launch_args,
@@ -490,8 +491,8 @@ class RopeArgs:
 
     Q: Pointer
     K: Pointer
-    Q_OUT: Pointer
-    K_OUT: Pointer
+    Q_OUT: Written
+    K_OUT: Written
     OFFSETS: Pointer
     START: Pointer
     COS: Pointer
@@ -606,7 +607,8 @@ def _launch(
         HAS_START=variant.has_start,
     )
     options = dict(num_warps=elements_per_token * tokens // _ELEMENTS_PER_WARP)
-    return Launch(rope_kernel, constants, options, args=RopeArgs), tokens
+    unwritten = () if variant.heads[1] else ("K_OUT",)
+    return Launch(rope_kernel, constants, options, args=RopeArgs, unwritten=unwritten), tokens
 
 
 class _LaunchConfig:
@@ -664,7 +666,7 @@ class _LaunchConfig:
                 Q=q,
                 K=k,
                 Q_OUT=q_out,
-                K_OUT=q_out if k_out is None else k_out,
+                K_OUT=q if k_out is None else k_out,
                 OFFSETS=offsets,
                 START=offsets if start is None else start,
                 COS=cos,

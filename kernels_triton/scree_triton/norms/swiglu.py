@@ -21,6 +21,7 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
     contiguous,
     empty,
     launch_args,
@@ -78,7 +79,7 @@ class SwigluArgs:
 
     X: Pointer
     DY: Pointer
-    OUT: Pointer
+    OUT: Written
     x_stride: Stride
     dy_stride: Stride
     count: Number

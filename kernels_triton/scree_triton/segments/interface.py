@@ -260,6 +260,8 @@ class _LaunchConfig:
             return out
         sizes = self.sizes
         x, kernel_out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+        if x is kernel_out:  # overwritten, and not read
+            x = row_a
         tensors = dict(
             X=x,
             Y=x if y is None else y,
@@ -474,8 +476,11 @@ def _launch_config(
 
 @cache
 def _cluster_kernels(device: torch.device) -> Any:
-    """Return the module of the kernels for clusters of CTAs; None if the device has none."""
-    if not device_info(device).supports_sm90_gluon:
+    """Return the module of the kernels for clusters of CTAs; None if the device has none.
+
+    Recorded launches have no clusters.
+    """
+    if device.type == "meta" or not device_info(device).supports_sm90_gluon:
         return None
     from . import cluster_sm90
 

@@ -55,7 +55,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..runtime.launch import Number, Pointer, launch_args
+from ..runtime.launch import Number, Pointer, Written, launch_args
 
 # Reductions (OP) of the tokens x, y of a row.
 NONE = tl.constexpr(0)
@@ -1176,7 +1176,7 @@ class PartitionStartsArgs:
     """Arguments of `segment_partition_starts_kernel`."""
 
     OFFSETS: Pointer
-    FIRST_ROWS: Pointer
+    FIRST_ROWS: Written
     n: Number
     num_partitions: Number
     partition_size: Number
@@ -1191,7 +1191,7 @@ class PartitionArgs:
     Y: Pointer
     ROW_A: Pointer
     ROW_B: Pointer
-    OUT: Pointer
+    OUT: Written
     OFFSETS: Pointer
     FIRST_ROWS: Pointer
     n: Number
@@ -1209,11 +1209,11 @@ class PartArgs:
     Y: Pointer
     ROW_A: Pointer
     ROW_B: Pointer
-    OUT: Pointer
+    OUT: Written
     OFFSETS: Pointer
     FIRST_ROWS: Pointer
-    PARTS: Pointer
-    COUNTS: Pointer
+    PARTS: Written
+    COUNTS: Written
     part_size: Number
     max_uncut_length: Number
     num_parts: Number

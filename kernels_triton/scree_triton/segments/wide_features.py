@@ -34,12 +34,14 @@ from ..runtime.launch import (
     Launch,
     Number,
     Pointer,
+    Written,
     bind_args,
     contiguous,
     current_stream,
     empty,
     launch_args,
 )
+from ..runtime.recording import recorded_zeros
 from . import merge_path
 from .merge_path import (
     ARGMAX,
@@ -589,7 +591,7 @@ class WideRowArgs:
     Y: Pointer
     ROW_A: Pointer
     ROW_B: Pointer
-    OUT: Pointer
+    OUT: Written
     OFFSETS: Pointer
     n: Number
     total: Number
@@ -603,9 +605,9 @@ class WidePartitionArgs:
     Y: Pointer
     ROW_A: Pointer
     ROW_B: Pointer
-    OUT: Pointer
-    PARTS: Pointer
-    COUNTS: Pointer
+    OUT: Written
+    PARTS: Written
+    COUNTS: Written
     OFFSETS: Pointer
     n: Number
     total: Number
@@ -625,6 +627,8 @@ def run(
 ) -> None:
     """Fill `out` as described in `interface.over_rows`, on the device of the arrays."""
     x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+    if x is out:  # overwritten, and not read
+        x = row_a
     tensors = dict(
         X=x,
         Y=x if y is None else y,
@@ -647,8 +651,10 @@ def run(
 def counters(device: torch.device, number: int) -> torch.Tensor:
     """Return zeros, which the kernels leave as zeros.
 
-    Calls on one stream share them; a captured graph has its own.
+    Calls on one stream share them; a captured graph and a recorded call have their own.
     """
+    if device.type == "meta":
+        return recorded_zeros((number,), torch.int32)
     if INTERPRETED or torch.cuda.is_current_stream_capturing():
         return torch.zeros((number,), dtype=torch.int32, device=device)
     key = device, current_stream(device.index)
@@ -768,6 +774,7 @@ def make_config(
         segment_wide_partition_kernel,
         WidePartitionArgs,
         _NUM_WARPS,
+        () if parts else ("PARTS", "COUNTS"),
         **constants,
         **tiles,
     )
@@ -796,7 +803,8 @@ def _launch(
     kernel: Any,
     args: Any,
     num_warps: int,
+    unwritten: tuple[str, ...] = (),
     **constants: Any,
 ) -> Launch:
     """Return the launch of a kernel with these constants, one per device and dtypes."""
-    return Launch(kernel, constants, dict(num_warps=num_warps), args=args)
+    return Launch(kernel, constants, dict(num_warps=num_warps), args=args, unwritten=unwritten)

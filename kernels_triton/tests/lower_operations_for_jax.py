@@ -1,0 +1,211 @@
+"""Lower the operations of test_jax_operations for CUDA without a GPU, and test them on the CPU.
+
+The kernels are compiled for compute capability 9.0, but do not run. On the CPU the same functions run
+the standard implementations, from the arrays that the backward kernels read.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from lower_for_jax import check_parameters
+from test_jax_operations import CASES, arrays_of, offsets_of, xp
+
+import scree
+import scree_triton.jax
+from scree_triton.jax import devices
+from scree_triton.runtime.device import Device, describe_meta
+
+#: Case -> kernels of its gradient.
+KERNELS = {
+    "rms_norm": ["norm_forward_kernel", "norm_backward_kernel", "norm_add_kernel"],
+    "layer_norm of a sum, one bias": [
+        "norm_forward_kernel", "norm_backward_kernel", "norm_add_kernel",
+    ],
+    "rope": ["rope_kernel"] * 2,
+    "rope, queries and keys": ["rope_kernel"] * 2,
+    "swiglu": ["swiglu_kernel"] * 2,
+    "softmax": ["segment_wide_partition_kernel"] * 2,
+    "sum of scalars": [
+        "segment_partition_starts_kernel", "segment_partition_kernel", "segment_partition_kernel",
+    ],
+    "max": ["segment_wide_partition_kernel"] * 2,
+    "softmax, a row cut into parts": [
+        "segment_partition_starts_kernel", "segment_partition_kernel",
+        "segment_partition_starts_kernel", "segment_part_kernel",
+    ] + ["segment_partition_kernel", "segment_part_kernel"],
+    "cumulative_sum": ["segment_wide_partition_kernel"] * 2,
+    "cross_entropy, mean of each row": [
+        "cross_entropy_tokens_kernel", "loss_rows_kernel", "loss_rows_kernel",
+        "cross_entropy_tokens_kernel",
+    ],
+}  # fmt: skip
+#: Cases whose gradients the standard implementation computes from fewer arrays.
+ON_CPU = (
+    "layer_norm of a sum, one bias",
+    "log_softmax",
+    "mean",
+    "prod",
+    "rope",
+    "softmax",
+    "swiglu",
+)
+
+
+def gradient_of(case):
+    """Return a function of offsets and arrays: gradients of a sum of sines of the result."""
+
+    def loss(offsets, x, *others):
+        rows = scree.Array(x, offsets, max_length=max(case.lengths))
+        y = jnp.asarray(case.run(rows, *others), jnp.float32)
+        return jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0)))
+
+    return lambda offsets, *inputs: jax.grad(loss, tuple(range(1, 1 + len(inputs))))(
+        offsets, *inputs
+    )
+
+
+def inputs_of(case, dtype=None):
+    arrays = [jnp.asarray(x, dtype or case.dtype) for x in arrays_of(case)]
+    return offsets_of(case.lengths), *arrays
+
+
+def check_launches(name, expected):
+    case = CASES[name]
+    traced = jax.jit(gradient_of(case)).trace(*inputs_of(case, jnp.bfloat16))
+    names = check_parameters(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert names == expected, (name, names)
+
+
+def check_decoding():
+    """Append a token per row to a cache of 8-bit keys, and attend to it."""
+    kinds = jax.ShapeDtypeStruct
+    pages = kinds((20, 16, 2, 64), jnp.bfloat16)
+    tokens, offsets = kinds((3, 2, 64), jnp.bfloat16), kinds((4,), jnp.int32)
+    table, lengths = kinds((3, 5), jnp.int32), kinds((3,), jnp.int32)
+
+    def step(k_pages, v_pages, q, k, table, offsets, lengths):
+        rows = scree.Array(k, offsets, max_length=1)
+        k_pages, v_pages = scree.append_paged(k_pages, v_pages, rows, rows, table, lengths)
+        caches = k_pages.astype(jnp.float8_e4m3fn), v_pages.astype(jnp.float8_e4m3fn)
+        return scree.paged_attention(rows.with_values(q), *caches, table, lengths).values
+
+    queries = kinds((3, 8, 64), jnp.bfloat16)
+    traced = jax.jit(step).trace(pages, pages, queries, tokens, table, offsets, lengths)
+    names = check_parameters(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert names == ["append_paged_kernel", "decode_kernel", "combine_kernel"], names
+
+
+def check_gradient_on_cpu(name):
+    """Compare the gradients of the primitives with those of the standard implementation."""
+    case = CASES[name]
+    gradient, arguments = jax.jit(gradient_of(case)), inputs_of(case)
+    actual = gradient(*arguments)
+    assert "scree_kernels" in str(gradient.trace(*arguments).jaxpr)
+    with scree.dispatch.registry.isolated(standard_only=True):
+        expected = jax.jit(gradient_of(case))(*arguments)
+    for x, y in zip(actual, expected, strict=True):
+        x, y = (np.asarray(a, np.float64)[: sum(case.lengths)] for a in (x, y))
+        np.testing.assert_allclose(x, y, atol=1e-4 * np.abs(y).max(), err_msg=name)
+
+
+def rms_norm_loss(x, w, offsets):
+    rows = scree.Array(x, offsets, max_length=130)
+    y = scree.softmax(scree.rms_norm(rows, w, kernel="triton_jax"), kernel="triton_jax")
+    return jnp.sum(jnp.sin(y.values))
+
+
+def check_transforms():
+    case = CASES["rms_norm"]
+    offsets, x, w = inputs_of(case)
+    x = x[: sum(case.lengths)]
+    gradient = jax.grad(rms_norm_loss, (0, 1))
+    expected = jax.jit(gradient)(x, w, offsets)
+    compare = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6))
+    compare(jax.grad(jax.checkpoint(rms_norm_loss), (0, 1))(x, w, offsets), expected)
+
+    compiled = jax.jit(gradient)
+    for lengths in (case.lengths, case.lengths[::-1]):
+        compiled(x, w, offsets_of(lengths))
+    assert compiled._cache_size() == 1, "new offsets compiled the function again"
+
+    # A function that is compiled already runs the standard implementation under vmap.
+    batch = jax.vmap(jax.jit(gradient), (None, 0, None))(x, jnp.stack([w, 2 * w]), offsets)
+    compare(jax.tree.map(lambda a: a[0], batch), expected)
+    compare(jax.tree.map(lambda a: a[1], batch), jax.jit(gradient)(x, 2 * w, offsets))
+    for function, sentence in (
+        (lambda: jax.vmap(lambda w: rms_norm_loss(x, w, offsets))(w[None]), "no jax.vmap"),
+        (lambda: jax.hessian(rms_norm_loss, 1)(x, w, offsets), "kernel='standard'"),
+    ):
+        try:
+            function()
+        except (NotImplementedError, ValueError) as error:
+            assert sentence in str(error), error
+        else:
+            raise AssertionError(f"not refused: {sentence}")
+
+
+def check_shard_map():
+    """Norm weights are the same on all devices, and their gradients are sums over the devices."""
+    offsets, x, w = inputs_of(CASES["rms_norm"])
+    mesh, spec = Mesh(np.array(jax.devices()), "batch"), PartitionSpec("batch")
+    batch, all_offsets = jnp.concatenate([x, 2 * x]), jnp.concatenate([offsets, offsets])
+
+    def sharded_loss(x, w, offsets):
+        return jax.lax.psum(rms_norm_loss(x, w, offsets), "batch")
+
+    loss = jax.shard_map(
+        sharded_loss, mesh=mesh, in_specs=(spec, PartitionSpec(), spec), out_specs=PartitionSpec()
+    )
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    dx, dw = gradient(batch, w, all_offsets)
+    halves = [jax.jit(jax.grad(rms_norm_loss, (0, 1)))(y, w, offsets) for y in (x, 2 * x)]
+    np.testing.assert_allclose(dx, jnp.concatenate([h[0] for h in halves]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dw, halves[0][1] + halves[1][1], rtol=1e-5, atol=1e-6)
+
+
+def check_refusals():
+    """Calls that need functions of PyTorch besides kernels are refused before they are lowered."""
+    offsets, x = inputs_of(CASES["cross_entropy"])
+    rows = scree.Array(x[: int(offsets[-1])], offsets)
+    targets = rows.with_values(jnp.zeros(rows.total_length, jnp.int32))
+    options = dict(class_weights=jnp.ones(x.shape[1]))
+    refused = scree.explain("cross_entropy", rows, targets, **options).rejected["triton_jax"]
+    assert "PyTorch" in refused or "class_weights" in refused, refused
+    table = jnp.ones((200, 12))
+
+    def rotated(cos):
+        return jnp.sum(scree.rope(rows, cos=cos, sin=table, kernel="triton_jax").values)
+
+    try:
+        jax.grad(rotated)(table)
+    except NotImplementedError as error:
+        assert "stop_gradient" in str(error)
+    else:
+        raise AssertionError("a gradient without kernels was not refused")
+    counts = rows.with_values(jnp.ones(rows.total_length, bool))
+    np.testing.assert_array_equal(
+        jax.jit(lambda counts: xp(counts).any(counts, axis=1))(counts), [True, False, True, True]
+    )
+
+
+def main():
+    describe_meta(Device("nvidia", (9, 0), 132, 227 << 10, 50 << 20))
+    devices.PLATFORMS = ("cpu",)
+    scree.namespace(jnp.zeros(1))
+    scree_triton.jax.register_operations()
+    for name, kernels in KERNELS.items():
+        check_launches(name, kernels)
+    check_decoding()
+    for name in ON_CPU:
+        check_gradient_on_cpu(name)
+    check_transforms()
+    check_shard_map()
+    check_refusals()
+    print("passed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Operations for JAX by the Triton kernels, against a loop over rows in float64.
+
+Without a GPU the recorded launches run in Triton's interpreter.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import interpreted_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import scree
+import scree_triton.jax
+from scree_triton.runtime.device import Device, describe_meta
+from scree_triton.runtime.launch import INTERPRETED
+
+pytestmark = [] if INTERPRETED else pytest.mark.gpu
+LENGTHS = [40, 0, 130, 7]
+TAIL = 3
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_jax(monkeypatch, isolated_registry):
+    if not INTERPRETED:
+        scree_triton.jax.register()
+        return
+    describe_meta(Device("cpu", (8, 0), 3, 0, 0))
+    interpreted_calls.interpret(monkeypatch)
+    scree_triton.jax.register_operations()
+
+
+class Case(NamedTuple):
+    """An operation on rows, and the same in PyTorch on one row."""
+
+    run: Callable[..., Any]
+    """Of a ragged array and the other arrays; returns values (total, ...) or (n, ...)."""
+    row: Callable[..., torch.Tensor]
+    """Of the tokens of one row, and the other arrays."""
+    token: tuple[int, ...] = (24,)
+    others: tuple[tuple[int, ...], ...] = ()
+    lengths: list[int] = LENGTHS
+    per_row: bool = False
+    dtype: Any = jnp.float32
+
+
+def rms_norm(x, *weight):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], *weight, eps=1e-6)
+
+
+def layer_norm(x, *parameters):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], *parameters, eps=1e-5)
+
+
+def reduction(name):
+    def row(x):
+        if name in ("amax", "amin") and len(x) == 0:
+            return x.new_full(x.shape[1:], -np.inf if name == "amax" else np.inf)
+        return getattr(torch, name)(x, 0)
+
+    return row
+
+
+def rotate(x, start=0, half=4):
+    angle = (start + torch.arange(len(x)).double())[:, None, None] * 10000.0 ** -(
+        torch.arange(half).double() / half
+    )
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def losses(x):
+    targets = torch.arange(len(x)) % x.shape[1]
+    return torch.nn.functional.cross_entropy(x, targets, reduction="none")
+
+
+def targets(x):
+    positions = xp(x).ragged.positions(x)
+    return x.with_values((positions % x.values.shape[1]).astype(jnp.int32))
+
+
+def norm_and_sum(norm, x, *parameters):
+    y, total = norm(x, *parameters, residual=x)
+    return y.values * total.values
+
+
+CASES = {
+    "rms_norm": Case(lambda x, w: scree.rms_norm(x, w).values, rms_norm, others=((24,),)),
+    "rms_norm of dense values": Case(lambda x: scree.rms_norm(x.values), rms_norm),
+    "rms_norm of a sum": Case(
+        partial(norm_and_sum, scree.rms_norm), lambda x, w: rms_norm(2 * x, w) * 2 * x,
+        others=((24,),),
+    ),
+    "rms_norm, float16": Case(
+        lambda x, w: scree.rms_norm(x, w).values, rms_norm, others=((24,),), dtype=jnp.float16
+    ),
+    "layer_norm": Case(
+        lambda x, w, b: scree.layer_norm(x, w, b).values, layer_norm, others=((24,), (24,))
+    ),
+    "layer_norm of a sum, one bias": Case(
+        lambda x, b: norm_and_sum(partial(scree.layer_norm, bias=b), x),
+        lambda x, b: layer_norm(2 * x, None, b) * 2 * x, (3, 16), ((16,),),
+    ),
+    "swiglu": Case(
+        lambda x: scree.swiglu(x).values,
+        lambda x: torch.nn.functional.silu(x[:, :12]) * x[:, 12:],
+    ),
+    "rope": Case(lambda x: scree.rope(x, rotary_dim=8).values, rotate, (3, 10)),
+    "rope, queries and keys": Case(
+        lambda x: jnp.add(*(y.values for y in scree.rope(x, x * 2, start=jnp.full(4, 9)))),
+        lambda x: 3 * rotate(x, 9), (2, 8),
+    ),
+    "softmax": Case(lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0)),
+    "softmax of scalars": Case(
+        lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0), ()
+    ),
+    "log_softmax": Case(
+        lambda x: scree.log_softmax(x).values, lambda x: torch.log_softmax(x, 0), (2, 3)
+    ),
+    "logsumexp": Case(scree.logsumexp, lambda x: torch.logsumexp(x, 0), per_row=True),
+    "sum": Case(lambda x: xp(x).sum(x, axis=1), reduction("sum"), per_row=True),
+    "sum of scalars": Case(lambda x: xp(x).sum(x, axis=1), reduction("sum"), (), per_row=True),
+    "mean": Case(lambda x: xp(x).mean(x, axis=1), reduction("mean"), (3,), per_row=True),
+    "max": Case(lambda x: xp(x).max(x, axis=1), reduction("amax"), per_row=True),
+    "min of scalars": Case(lambda x: xp(x).min(x, axis=1), reduction("amin"), (), per_row=True),
+    "prod": Case(lambda x: xp(x).prod(x, axis=1), reduction("prod"), (2,), per_row=True),
+    "cumulative_sum": Case(
+        lambda x: xp(x).cumulative_sum(x, axis=1).values, lambda x: torch.cumsum(x, 0), (3,)
+    ),
+    "cross_entropy": Case(
+        lambda x: scree.cross_entropy(x, targets(x), reduction="none").values, losses
+    ),
+    "cross_entropy, mean of each row": Case(
+        lambda x: scree.cross_entropy(x, targets(x), reduction="row_mean"),
+        lambda x: losses(x).mean(0), per_row=True,
+    ),
+    "softmax, a row cut into parts": Case(
+        lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0), (), lengths=[17, 9000]
+    ),
+    "sum, a row cut into parts": Case(
+        lambda x: xp(x).sum(x, axis=1), reduction("sum"), (4,), lengths=[3, 9000], per_row=True
+    ),
+}  # fmt: skip
+
+
+def xp(x):
+    return scree.namespace(x)
+
+
+def split(x, lengths):
+    return torch.split(x[: sum(lengths)], lengths)
+
+
+def arrays_of(case, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = (sum(case.lengths) + TAIL, *case.token), *case.others
+    arrays = [random.standard_normal(shape).astype(np.float64) for shape in shapes]
+    return [np.asarray(jnp.asarray(x, case.dtype)).astype(np.float64) for x in arrays]
+
+
+def offsets_of(lengths):
+    return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+
+
+def expected(case, arrays):
+    """Return the result, and the gradients of all arrays for random gradients of the result."""
+    x, *others = (torch.tensor(a, requires_grad=True) for a in arrays)
+    rows = [case.row(row, *others) for row in split(x, case.lengths)]
+    out = torch.stack(rows) if case.per_row else torch.cat(rows)
+    dout = np.random.default_rng(1).standard_normal(out.shape)
+    grads = torch.autograd.grad(out, (x, *others), torch.tensor(dout))
+    return out.detach().numpy(), dout, [g.numpy() for g in grads]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operation_and_gradient_match_a_loop_over_rows(name):
+    case = CASES[name]
+    arrays = arrays_of(case)
+    out, dout, grads = expected(case, arrays)
+    total = sum(case.lengths)
+    inputs = [jnp.asarray(x, case.dtype) for x in arrays]
+
+    @jax.jit
+    def run(offsets, *inputs):
+        def values(x, *others):
+            rows = scree.Array(x, offsets, max_length=max(case.lengths))
+            y = case.run(rows, *others)
+            return y if case.per_row else y[:total]
+
+        y, pull = jax.vjp(values, *inputs)
+        return y, pull(jnp.asarray(dout, y.dtype))
+
+    arguments = offsets_of(case.lengths), *inputs
+    assert "scree_kernels_gradient" in str(run.trace(*arguments).jaxpr)
+    actual, actual_grads = run(*arguments)
+    tolerance = 2e-3 if case.dtype == jnp.float16 else 2e-5
+    compare(actual, out, tolerance)
+    for x, y in zip(actual_grads, grads, strict=True):
+        compare(x, y, tolerance)
+
+
+def compare(actual, expected, tolerance):
+    actual = np.asarray(actual, np.float64)
+    assert actual.shape == expected.shape
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite])
+    scale = np.abs(expected[finite]).max()
+    np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=tolerance * scale)
+
+
+def cache_problem(q_lengths, kv_lengths, page_size=4):
+    """Return queries, pages, the page table and the lengths of a cache of random tokens."""
+    random = np.random.default_rng(0)
+    counts = [-(-n // page_size) for n in kv_lengths]
+    numbers = random.permutation(sum(counts) + 2)
+    table = np.full((len(counts), max(counts) + 1), -1)
+    for row, count in enumerate(counts):
+        table[row, :count], numbers = numbers[:count], numbers[count:]
+    pages = [random.standard_normal((sum(counts) + 2, page_size, 2, 16)) for _ in range(2)]
+    q = random.standard_normal((sum(q_lengths), 4, 16))
+    return q, pages, table, np.asarray(kv_lengths)
+
+
+def attend_to_pages(q, pages, table, q_lengths, kv_lengths):
+    """Compute causal attention of each row to its pages, in float64."""
+    out, start = [], 0
+    for row, (m, n) in enumerate(zip(q_lengths, kv_lengths)):
+        k, v = (p[table[row]].reshape(-1, 2, 16)[:n].repeat(2, axis=1) for p in pages)
+        scores = np.einsum("ihd,jhd->hij", q[start : start + m], k) / 4
+        scores[:, np.arange(n) > np.arange(m)[:, None] + n - m] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out.append(np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), v))
+        start += m
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("q_lengths", [[1, 1, 1], [1, 40, 2]], ids=["decode", "prefill too"])
+def test_paged_attention_matches_a_loop_over_rows(q_lengths):
+    kv_lengths = [9, 41, 2]
+    q, pages, table, lengths = cache_problem(q_lengths, kv_lengths)
+
+    @jax.jit
+    def run(q, k_pages, v_pages, table, offsets, lengths):
+        rows = scree.Array(q, offsets, max_length=max(q_lengths))
+        out, lse = scree.paged_attention(
+            rows, k_pages, v_pages, table, lengths, return_lse=True, kernel="triton_jax"
+        )
+        assert lse.values.shape == q.shape[:2]
+        return out.values
+
+    floats = (jnp.asarray(x, jnp.float32) for x in (q, *pages))
+    integers = (jnp.asarray(x, jnp.int32) for x in (table, np.cumsum([0, *q_lengths]), lengths))
+    actual = run(*floats, *integers)
+    compare(actual, attend_to_pages(q, pages, table, q_lengths, kv_lengths), 2e-5)
+
+
+def test_append_paged_writes_tokens_and_keeps_its_arguments():
+    lengths, new = [9, 41, 2], [2, 1, 0]
+    x, (k_pages, v_pages), table, _ = cache_problem(new, lengths)
+    before = jnp.asarray(k_pages, jnp.float32)
+    x, pages = jnp.asarray(x[:, :2], jnp.float32), (before, jnp.asarray(v_pages, jnp.float32))
+    table, kv_lengths = jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+    @jax.jit
+    def run(pages, x, offsets):
+        rows = scree.Array(x, offsets, max_length=2)
+        options = dict(q=rows, rope={"theta": 100.0}, kernel="triton_jax")
+        return scree.append_paged(*pages, rows, rows * 2, table, kv_lengths, **options)
+
+    k_out, v_out, q_out = run(pages, x, offsets_of(new))
+    np.testing.assert_array_equal(before, np.asarray(k_pages, np.float32))
+    starts = jnp.asarray([7, 40, 2], jnp.int32)
+    rows = scree.Array(x, offsets_of(new))
+    rotated = scree.rope(rows, theta=100.0, start=starts, kernel="standard").values
+    compare(q_out.values, np.asarray(rotated, np.float64), 2e-6)
+    for out, tokens, original in ((k_out, rotated, before), (v_out, 2 * x, pages[1])):
+        expected = np.array(original)
+        for token, (row, position) in enumerate([(0, 7), (0, 8), (1, 40)]):
+            expected[table[row, position // 4], position % 4] = tokens[token]
+        compare(out, expected.astype(np.float64), 2e-6)
