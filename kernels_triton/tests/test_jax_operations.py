@@ -283,3 +283,13 @@ def test_append_paged_writes_tokens_and_keeps_its_arguments():
         for token, (row, position) in enumerate([(0, 7), (0, 8), (1, 40)]):
             expected[table[row, position // 4], position % 4] = tokens[token]
         compare(out, expected.astype(np.float64), 2e-6)
+
+
+def test_arrays_of_torch_are_rejected_with_a_sentence():
+    offsets = torch.as_tensor([0, 2, 3], dtype=torch.int32)
+    rows = scree.Array(torch.ones(3, 4), offsets)
+    for name, *arguments in (("softmax", rows), ("rms_norm", rows.values), ("sum", rows)):
+        options = dict(axis=1) if name == "sum" else {}
+        rejected = scree.explain(name, *arguments, **options).rejected["triton_jax"]
+        assert rejected == "the Triton kernels for JAX take arrays of JAX"
+    assert xp(rows).sum(rows, axis=1).tolist() == [[2.0] * 4, [1.0] * 4]

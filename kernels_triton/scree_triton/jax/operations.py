@@ -109,6 +109,17 @@ def _attributes(record_type: type) -> dict[str, bool]:
     return {x: x in arguments for x in slots}
 
 
+def _is_of_jax(call: Any) -> bool:
+    """Return whether the arrays of a call, which are of one library, are arrays of JAX."""
+    for name in _attributes(type(call)):
+        x = getattr(call, name)
+        if isinstance(x, Array | Layout):
+            return isinstance(x.offsets, jax.Array)
+        if isinstance(x, jax.Array):
+            return True
+    return False
+
+
 def _separate(operation: str, call: Any) -> tuple[Signature, list[Any], dict[int, Layout]]:
     """Return the signature and the arrays of a call, and its layouts by the index of their offsets."""
     arrays: list[Any] = []
@@ -507,6 +518,8 @@ def _varying_axes(aval: Any) -> frozenset[str]:
 # --- The interface for scree
 def rejects(operation: str, call: Any) -> str | None:
     """Return why the kernels cannot serve a call, from host metadata only; None if they can."""
+    if not _is_of_jax(call):
+        return "the Triton kernels for JAX take arrays of JAX"
     signature, arrays, layouts = _separate(operation, call)
     if reason := rejects_arrays(*arrays):
         return reason
