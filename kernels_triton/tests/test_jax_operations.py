@@ -26,7 +26,9 @@ TAIL = 3
 
 @pytest.fixture(autouse=True)
 def kernels_for_jax(monkeypatch, isolated_registry):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     if not INTERPRETED:
+        scree.namespace(jnp.zeros(1))
         scree_triton.jax.register()
         return
     describe_meta(Device("cpu", (8, 0), 3, 0, 0))

@@ -29,7 +29,7 @@ from scree.layout import Layout
 
 from .. import KERNELS
 from ..runtime.recording import RecordedLaunch, Recording, record
-from .devices import capability, rejects_arrays
+from .devices import capability, rejects_arrays, rejects_partitioning
 from .primitive import define_primitive
 from .triton_call import TORCH_DTYPES, array_type, memory_of, run_recording
 
@@ -521,7 +521,7 @@ def rejects(operation: str, call: Any) -> str | None:
     if not _is_of_jax(call):
         return "the Triton kernels for JAX take arrays of JAX"
     signature, arrays, layouts = _separate(operation, call)
-    if reason := rejects_arrays(*arrays):
+    if reason := rejects_arrays(*arrays) or rejects_partitioning(*arrays):
         return reason
     if any(layout.cut is not None for layout in layouts.values()):
         return "the Triton kernels for JAX take no shards"
