@@ -38,6 +38,10 @@ KERNELS = {
         "segment_partition_starts_kernel", "segment_part_kernel",
     ] + ["segment_partition_kernel", "segment_part_kernel"],
     "cumulative_sum": ["segment_wide_partition_kernel"] * 2,
+    "product of groups": [
+        "grouped_product_sm90_kernel", "grouped_product_sm90_kernel", "grouped_weight_sm90_kernel",
+    ],
+    "linear_cross_entropy": ["cross_entropy_tokens_kernel"] * 2,
     "cross_entropy, mean of each row": [
         "cross_entropy_tokens_kernel", "loss_rows_kernel", "loss_rows_kernel",
         "cross_entropy_tokens_kernel",

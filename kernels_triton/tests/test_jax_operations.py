@@ -48,6 +48,8 @@ class Case(NamedTuple):
     lengths: list[int] = LENGTHS
     per_row: bool = False
     dtype: Any = jnp.float32
+    others_per_row: bool = False
+    """Whether the other arrays have one entry per row."""
 
 
 def rms_norm(x, *weight):
@@ -141,6 +143,14 @@ CASES = {
         lambda x: scree.cross_entropy(x, targets(x), reduction="row_mean"),
         lambda x: losses(x).mean(0), per_row=True,
     ),
+    "linear_cross_entropy": Case(
+        lambda x, w: scree.linear_cross_entropy(x, w, targets(x), reduction="none").values,
+        lambda x, w: losses(x @ w.T), others=((24, 24),),
+    ),
+    "product of groups": Case(
+        lambda x, w: xp(x).matmul(x, w).values, torch.matmul, (32,), ((4, 32, 16),),
+        others_per_row=True,
+    ),
     "softmax, a row cut into parts": Case(
         lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0), (), lengths=[17, 9000]
     ),
@@ -172,7 +182,10 @@ def offsets_of(lengths):
 def expected(case, arrays):
     """Return the result, and the gradients of all arrays for random gradients of the result."""
     x, *others = (torch.tensor(a, requires_grad=True) for a in arrays)
-    rows = [case.row(row, *others) for row in split(x, case.lengths)]
+    rows = [
+        case.row(row, *(y[i] if case.others_per_row else y for y in others))
+        for i, row in enumerate(split(x, case.lengths))
+    ]
     out = torch.stack(rows) if case.per_row else torch.cat(rows)
     dout = np.random.default_rng(1).standard_normal(out.shape)
     grads = torch.autograd.grad(out, (x, *others), torch.tensor(dout))

@@ -37,6 +37,8 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
+    WrittenDescriptor,
     launch_args,
     launch_on_device,
     ragged_shape,
@@ -257,7 +259,7 @@ class TiledArgs:
 
     X: Descriptor
     W: Descriptor
-    OUT: Descriptor
+    OUT: WrittenDescriptor
     OFFSETS: Pointer
     n: Number
     total: Number
@@ -269,7 +271,7 @@ class TiledWeightArgs:
 
     X: Descriptor
     DY: Descriptor
-    DW: Pointer
+    DW: Written
     OFFSETS: Pointer
     unused: Number
 
@@ -280,7 +282,7 @@ class ProductArgs:
 
     X: Pointer
     W: Pointer
-    OUT: Pointer
+    OUT: Written
     OFFSETS: Pointer
     x_stride: Stride
     w_group: Stride
@@ -297,7 +299,7 @@ class WeightArgs:
 
     X: Pointer
     DY: Pointer
-    DW: Pointer
+    DW: Written
     OFFSETS: Pointer
     x_stride: Stride
     dy_stride: Stride
@@ -390,7 +392,8 @@ def _tiled_weight_launch(
 
 @cache
 def _supports_tiled(device: torch.device) -> bool:
-    return INTERPRETED or device_info(device).has_large_shared_memory
+    info = device_info(device)
+    return INTERPRETED or (info.has_large_shared_memory and info.has_descriptors)
 
 
 @cache

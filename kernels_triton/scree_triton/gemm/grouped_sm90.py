@@ -32,6 +32,8 @@ from ..runtime.launch import (
     Launch,
     Number,
     Pointer,
+    Written,
+    WrittenDescriptor,
     boxed,
     launch_args,
     launch_on_device,
@@ -596,9 +598,9 @@ class ProductArgs:
 
     xd: Descriptor
     wd: Descriptor
-    outd: Descriptor
+    outd: WrittenDescriptor
     OFFSETS: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     n: Number
     total: Number
     k: Number
@@ -611,9 +613,9 @@ class WeightArgs:
 
     xd: Descriptor
     dyd: Descriptor
-    dwd: Descriptor
+    dwd: WrittenDescriptor
     OFFSETS: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     n: Number
     k: Number
     m: Number

@@ -51,6 +51,7 @@ TABLE: dict[str, Entry] = {
     "append_paged": Entry(has_gradient=False),
     "cross_entropy": Entry(),
     # With a residual the second result is the sum that is normalized.
+    "grouped_matmul": Entry(),
     "layer_norm": Entry(first_array=lambda results: results[-1]),
     "log_softmax": Entry(first_array=lambda results: results[0]),
     "logsumexp": Entry(),
