@@ -14,6 +14,11 @@ import pytest
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+# JAX compares the file of every frame of an error with its own files, which takes half of the time of
+# tests that try many wrong calls.
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and threads wait actively
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NEEDS = {
     "bench/tests": "typer matplotlib",
@@ -75,6 +80,14 @@ collect_ignore_glob = [
 def pytest_configure(config: pytest.Config) -> None:
     """Tell pytest of the marker of a test in a module that runs without the library."""
     config.addinivalue_line("markers", "needs(*libraries): skipped where one of them is missing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first, so that the workers of `--dist worksteal` end together.
+
+    They compile kernels once for the whole module, so that one worker has to run them all.
+    """
+    items.sort(key=lambda item: item.path.name != "test_targets.py")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -67,10 +67,9 @@ class Links(Extension):
 def make_attributes(owner: Class) -> None:
     """Replace the methods that a decorator turns into attributes."""
     for name, member in list(owner.members.items()):
-        if isinstance(member, Function) and [str(x.value) for x in member.decorators] in (
-            ["_cached"],
-            ["CachedAttribute"],
-        ):
+        if isinstance(member, Function) and [str(x.value) for x in member.decorators] == [
+            "CachedAttribute"
+        ]:
             attribute = Attribute(name, annotation=member.returns, lineno=member.lineno)
             attribute.labels |= {"property"}
             attribute.docstring = member.docstring and Docstring(member.docstring.value)

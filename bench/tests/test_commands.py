@@ -243,7 +243,7 @@ def has_the_results_of_one_process(result: Result) -> None:
     assert received["one document of 128"] == 64 * 2 * 2 * 16 * 4
     # The first process has both ends of the document, and needs the 15 keys before the second cut.
     assert received["one document of 512, window 16"] == 15 * 2 * 2 * 16 * 4
-    assert len([row for row in result.rows if "slowest_rank_ratio" in row.values]) == 3
+    assert len([row for row in result.rows if "token_cost_value" in row.values]) == 3
 
 
 #: Subcommand -> what must hold of its results.
@@ -401,15 +401,16 @@ def test_best_tile_is_the_fastest(tmp_path):
 @pytest.mark.needs("triton")
 def test_tiles_of_the_triton_kernels_can_be_set():
     from scree_bench.commands.attention import TILERS
-    from scree_triton.attention import launch_configs, tile_configs
+    from scree_triton.attention import launch_configs, portable_config, tile_configs
 
-    before = launch_configs.portable_tiles
+    modules = launch_configs, portable_config
+    before = [module.portable_tiles for module in modules]
     with TILERS["triton"](32, 64):
-        assert launch_configs.portable_tiles((9, 0), 2, 64).forward == tile_configs.Tile(
-            32, 64, 4, 2
-        )
-        assert not launch_configs.SM90_TILES
-    assert launch_configs.portable_tiles is before and launch_configs.SM90_TILES
+        for module in modules:
+            tiles = module.portable_tiles((9, 0), 2, 64, dropout=False)
+            assert tiles.forward == tile_configs.Tile(32, 64, 4, 2)
+        assert not tile_configs.SM90_TILES
+    assert [module.portable_tiles for module in modules] == before and tile_configs.SM90_TILES
 
 
 def test_ratio_above_its_limit_fails_the_run(monkeypatch):
@@ -689,7 +690,8 @@ def test_report_without_results(tmp_path):
      ("attention", "--causal", "maybe"),
      ("model", "--precisions", "fp8"), ("attention", "--heads", "0,2"),
      ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0"),
-     ("shards", "--batches", "5", "--device", "cpu"),
+     ("shards", "--batches", "8", "--device", "cpu"),
+     ("shards", "--mesh", "2x2", "--device", "cpu"),
      ("kernels", "--rows", "0"),
      ("kernels", "--operations", "nothing", "--quick", "--device", "cpu"),
      ("throughput", "--num-seqs", "-1"),
@@ -708,3 +710,35 @@ def test_model_measures_compile_time_by_depth(tmp_path, monkeypatch):
     rows = json.loads((tmp_path / "model-cpu.json").read_text())["rows"]
     timed = [row["case"]["layers"] for row in rows if "compile_s" in row["values"]]
     assert timed == [1, 1, 2, 2]
+
+
+@pytest.mark.needs("torch")
+def test_shards_on_a_mesh_have_the_losses_of_one_process(tmp_path):
+    result = quick(tmp_path, "shards", "--world", "4", "--parts", "", "--mesh", "2x2")
+    assert not result.left_out
+    rows = [row for row in result.rows if row.who == "scree, context 2 x data 2"]
+    assert [row.case["batch"] for row in rows] == ["packed", "one document"]
+    assert max(row.values["loss_error"] for row in rows) < 1e-5
+
+
+@pytest.mark.needs("torch")
+def test_shards_lists_the_error_of_one_process_and_runs_the_next_part(tmp_path):
+    peer = tmp_path / "peer" / "ring_flash_attn"
+    peer.mkdir(parents=True)
+    # Without an end of all processes, the first process waits for the time-out of the group.
+    (peer / "llama3_flash_attn_varlen.py").write_text(
+        "import torch.distributed as dist\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise RuntimeError('the second process failed')\n"
+        "dist.barrier()\n"
+    )
+    options = "--parts", "attention", "--batches", "0,1", "--peers", str(peer.parent)
+    start = time.perf_counter()
+    result = quick(tmp_path, "shards", *options)
+    assert time.perf_counter() - start < 60
+    assert [entry["what"].split(":")[0] for entry in result.left_out] == ["peers", "peers"]
+    assert all("the second process failed" in entry["why"] for entry in result.left_out)
+    assert {row.case["batch"] for row in result.rows} == {
+        "one document of 128",
+        "128 packed, median 16",
+    }

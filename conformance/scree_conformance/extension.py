@@ -889,14 +889,17 @@ def biases(bench: Bench, layout: Layout, dtype: str) -> None:
     per_row = slopes * (0.25 * np.arange(len(lengths)) % 2)[:, None]
     q = bench.ragged(lengths, (4, 8), dtype)
     k = bench.ragged([*lengths[2:], *lengths[:2]], (2, 8), dtype)
-    for parameters, options in (
+    # The cases of a library that compiles every shape select the second and the third option of each
+    # group of three. They contain every parameter and option.
+    variants: list[tuple[dict[str, np.ndarray], dict[str, Any]]] = [
         ({"alibi_slopes": slopes}, {}),
         ({"alibi_slopes": slopes}, {"causal": True, "window": 9, "softcap": 2.0}),
         ({"alibi_slopes": per_row}, {"causal": True}),
-        ({"alibi_slopes": per_row, "sinks": sinks}, {"window": (70, 3), "softcap": 2.0}),
         ({"sinks": sinks}, {"causal": True}),
+        ({"alibi_slopes": per_row, "sinks": sinks}, {"window": (70, 3), "softcap": 2.0}),
         ({"alibi_slopes": slopes, "sinks": sinks}, {"window": (5, 2), "deterministic": True}),
-    ):
+    ]
+    for parameters, options in bench.select(variants):
         arrays = {
             name: bench.lib.make(x, "float64" if dtype == "float64" else "float32")
             for name, x in parameters.items()
@@ -928,11 +931,13 @@ def attention_dropout(bench: Bench, layout: Layout, dtype: str) -> None:
     k = bench.ragged([*lengths[2:], *lengths[:2]], (2, 8), dtype)
     sinks = np.asarray([0.0, 2.0, -1.0, 0.5])
     wide = "float64" if dtype == "float64" else "float32"
-    for dropout, seed, is_array, options in (
+    # Each is selected by one case of a library that compiles every shape.
+    variants: list[tuple[float, int, bool, dict[str, Any]]] = [
         (0.5, (3 << 40) + 5, False, {}),
         (0.1, 12, True, {"causal": True, "sinks": sinks}),
         (0.9, 7, True, {"window": (70, 3), "softcap": 2.0}),
-    ):
+    ]
+    for dropout, seed, is_array, options in bench.select(variants):
         arrays: dict[str, Any] = {
             "seed": bench.lib.make(np.asarray(seed), "int32") if is_array else seed
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import softmax
+from dense_softmax import softmax
 
 import scree
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 import torch
-from rows import softmax
+from dense_softmax import softmax
 from torch.nn import functional
 
 import scree

@@ -12,7 +12,8 @@ from attention_reference import Case, problem
 import scree
 from scree_triton.attention import launch_configs
 from scree_triton.attention.interface import make_spec
-from scree_triton.attention.launch_configs import VarlenLayout, get_launch_config
+from scree_triton.attention.launch_configs import get_launch_config
+from scree_triton.attention.metadata import VarlenLayout
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 ROWS, OTHERS = (165, 0, 130, 7), (70, 5, 164, 1)

@@ -24,14 +24,24 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import arguments, autotune, interface, launch_configs, tile_scheduler
+from scree_triton.attention import (
+    arguments,
+    autotune,
+    interface,
+    launch_configs,
+    portable_config,
+    sm90_configs,
+    tile_scheduler,
+)
+from scree_triton.attention.dkdv_splits import choose_splits, estimate_work
 from scree_triton.attention.interface import attention
-from scree_triton.attention.launch_configs import (
+from scree_triton.attention.launch_configs import get_launch_config
+from scree_triton.attention.metadata import (
+    OTHER_ROWS,
+    SHORT_ROWS,
     AttentionSpec,
+    HeadLayout,
     VarlenLayout,
-    choose_splits,
-    estimate_work,
-    get_launch_config,
 )
 from scree_triton.attention.sum_splits import attention_sum_splits_kernel
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
@@ -215,8 +225,9 @@ def test_select_config_on_hopper_returns_documented_kernels(
 ):
     """The documentation has the same table."""
     hopper = Device("nvidia", (9, 0), 132, 232448, 50 << 20, (3, 6))
-    monkeypatch.setattr(launch_configs, "device_info", lambda device: hopper)
-    layouts = tuple(launch_configs.HeadLayout(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
+    for module in (launch_configs, portable_config, sm90_configs):
+        monkeypatch.setattr(module, "device_info", lambda device: hopper)
+    layouts = tuple(HeadLayout(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
     config = launch_configs.select_config(
         torch.device("cuda", 0), dtype, layouts, **{**CAUSAL, **change}
     )
@@ -228,8 +239,8 @@ GROUPS = {
     "portable.attention_dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers DropoutNumbers",
     "portable.attention_dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers DropoutNumbers",
     "forward_sm90.attention_forward_sm90_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
-    "backward_sm90.attention_dq_sm90_kernel": "DqArgs DqStrides DqNumbers",
-    "backward_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides DkdvNumbers",
+    "dq_sm90.attention_dq_sm90_kernel": "DqArgs DqStrides DqNumbers",
+    "dkdv_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides DkdvNumbers",
     "sum_splits.attention_sum_splits_kernel": "SumSplitsArgs",
     "float32_sm90.attention_forward_float32_sm90_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
     "float32_sm90.attention_dq_float32_sm90_kernel": "Float32DqArgs BackwardNumbers",
@@ -288,10 +299,9 @@ def test_key_tiles_of_short_rows_are_query_tiles():
     """Queries and keys of the same rows share one schedule."""
     cu, spec = offsets((3, 5), DEVICE), AttentionSpec(4, 2, 0.25, 0.0)
     layout = VarlenLayout(cu, cu, {})
-    rows = launch_configs.SHORT_ROWS
-    assert layout.key_tiles(8, 64, spec, rows) is layout.query_tiles(8, 64, spec, rows)
-    others = launch_configs.OTHER_ROWS
-    assert layout.key_tiles(8, 64, spec, others) is not layout.query_tiles(8, 64, spec, others)
+    for rows, is_shared in ((SHORT_ROWS, True), (OTHER_ROWS, False)):
+        keys, queries = (f(8, 64, spec, rows) for f in (layout.key_tiles, layout.query_tiles))
+        assert (keys is queries) == is_shared
 
 
 @pytest.mark.parametrize(

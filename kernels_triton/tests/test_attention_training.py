@@ -18,7 +18,7 @@ from attention_reference import distance, offsets
 from torch.utils.checkpoint import checkpoint
 
 import scree
-from scree_triton.attention import interface, launch_configs
+from scree_triton.attention import interface, metadata
 from scree_triton.attention.interface import attention, attention_op, schedule_op
 from scree_triton.attention.tile_scheduler import UNBOUNDED, schedule_tiles
 from scree_triton.runtime.launch import INTERPRETED
@@ -147,7 +147,7 @@ def test_compiled_layers_share_tile_schedules(monkeypatch):
     x, cu, _ = batch(f32, 16)
     block = Block(f32, 16)
     made = []
-    for module in (interface, launch_configs):
+    for module in (interface, metadata):
         monkeypatch.setattr(
             module, "schedule_tiles", lambda *args: made.append(args[3]) or schedule_tiles(*args)
         )

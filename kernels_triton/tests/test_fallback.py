@@ -13,7 +13,8 @@ import scree
 from scree.dispatch import registry
 from scree.dispatch.operation import KernelUnavailableError
 from scree_triton.attention import launch_configs, tile_scheduler
-from scree_triton.attention.launch_configs import LaunchConfig, PortableConfig
+from scree_triton.attention.base_config import LaunchConfig
+from scree_triton.attention.portable_config import PortableConfig
 from scree_triton.layout import offsets, scatter_indices, standard
 from scree_triton.layout.concat import concat, split
 from scree_triton.layout.linear_map import LINEAR_MAPS

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from warnings import catch_warnings, simplefilter
@@ -297,11 +297,23 @@ def test_device_info_warns_once_of_a_version_without_hopper_kernels(version, war
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device.Device.__init__, "__defaults__", (version, True))
-    find = cache(device.device_info.__wrapped__)
+    monkeypatch.setattr(device, "_RECORDS", {})
     with catch_warnings(record=True) as caught:
         simplefilter("always")
-        records = {find(torch.device("cuda", 0)) for _ in range(3)}
+        records = {device.device_info(torch.device("cuda", 0)) for _ in range(3)}
     assert len(caught) == warnings and [x.supports_sm90_gluon for x in records] == [not warnings]
+
+
+def test_describe_meta_other_hardware_raises(monkeypatch):
+    """Launch configs for the first hardware may be cached."""
+    monkeypatch.setattr(device, "_RECORDS", {})
+    meta, hopper = torch.device("meta"), device.Device("nvidia", (9, 0), 132, 227 << 10, 50 << 20)
+    assert device.device_info(meta).vendor == "cpu"
+    for _ in range(2):
+        device.describe_meta(hopper)
+    assert device.device_info(meta) == hopper
+    with pytest.raises(RuntimeError, match="another process"):
+        device.describe_meta(replace(hopper, sm_count=114))
 
 
 def test_device_without_descriptors_runs_no_hopper_kernel_and_says_why():

@@ -184,7 +184,7 @@ def test_selective_checkpoint_policy_saves_attention(policy, launches, monkeypat
             return CheckpointPolicy[policy]
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    from scree_triton.attention.launch_configs import LaunchConfig
+    from scree_triton.attention.base_config import LaunchConfig
 
     count, forward = [], LaunchConfig.forward
     monkeypatch.setattr(LaunchConfig, "forward", lambda *args: count.append(1) or forward(*args))

@@ -18,7 +18,7 @@ import numpy as np
 from . import checks
 from .backends import backend, is_array
 from .hints import missing_from_array
-from .layout import Layout, check_offsets
+from .layout import SHARD_LAYOUTS, Layout, check_offsets
 
 T = TypeVar("T")
 
@@ -140,6 +140,10 @@ class Array:
         if self.max_length is not None:
             longest = checks.check_integer("max_length", self.max_length, 0)
             object.__setattr__(self, "max_length", longest)
+        if not lib.is_compiling():
+            shard_layout = SHARD_LAYOUTS.get(id(offsets))
+            if shard_layout is not None and shard_layout.total == self.total_length:
+                self.__dict__["layout"] = shard_layout
         host = self.layout.host_offsets
         if host is not None:
             self._check(host)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -84,16 +85,6 @@ class Identity:
     """
 
 
-def _cached(derive: Callable[[Layout], Any]) -> Any:
-    """Return a property that stores its value with `Layout.cached`.
-
-    Compilers cannot trace `functools.cached_property`.
-    """
-    name = derive.__name__
-
-    return property(lambda self: self.cached(name, lambda: derive(self)), doc=derive.__doc__)
-
-
 class RowCut(Protocol):
     """The cut of a batch over processes, as the lower layers see it; see `scree.distributed`.
 
@@ -112,6 +103,11 @@ class RowCut(Protocol):
         self, kind: str, name: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a function of the standard, of some kind, on shards."""
+
+
+#: id of the offsets of a shard -> its layout. An array that is made of these offsets is a shard too:
+#: `dataclasses.replace`, by which FSDP2 casts the inputs of modules, passes nothing but the fields.
+SHARD_LAYOUTS: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 
 
 class Layout:
@@ -297,40 +293,45 @@ class Layout:
     @property
     def max_length_bound(self) -> int:
         """A bound on the longest row, at least as tight as `max_length`; never reads the offsets."""
-        if self.host_offsets is not None:
-            return self._exact_max_length  # type: ignore[no-any-return]
+        host = self.host_offsets
+        if host is not None:
+            return self.cached(
+                "exact_max_length", lambda: int((host[1:] - host[:-1]).max(initial=0))
+            )
         if self.max_length is None:
             return self.total
         # The minimum would make a compiler specialize on the total.
         return self.max_length if self.backend.is_compiling() else min(self.max_length, self.total)
 
-    @_cached
-    def _exact_max_length(self) -> int:
-        assert self.host_offsets is not None
-        return int((self.host_offsets[1:] - self.host_offsets[:-1]).max(initial=0))
-
-    @_cached
+    @property
     def lengths(self) -> Any:
         """(n,) tokens of each row."""
-        return self.offsets[1:] - self.offsets[:-1]
+        return self.cached("lengths", lambda: self.offsets[1:] - self.offsets[:-1])
 
-    @_cached
+    @property
     def segment_ids(self) -> Any:
         """(total,) row of each token; n for tokens of the tail."""
+        return self.cached("segment_ids", self._compute_segment_ids)
+
+    def _compute_segment_ids(self) -> Any:
         if self.backend.row_ids is None:
             return self.xp.searchsorted(self.offsets[1:], self.arange(self.total), side="right")
         tail = self.xp.astype(self.total - self.offsets[-1:], self.offsets.dtype)
         return self.backend.row_ids(self.xp.concat([self.lengths, tail]), self.total)
 
-    @_cached
+    @property
     def clipped_segment_ids(self) -> Any:
         """(total,) row of each token, clipped to n - 1: a valid index into one entry per row."""
-        return self._clip_below(self.segment_ids, self.num_rows)
+        return self.cached(
+            "clipped_segment_ids", lambda: self._clip_below(self.segment_ids, self.num_rows)
+        )
 
-    @_cached
+    @property
     def positions(self) -> Any:
         """(total,) position of each token in its row."""
-        return self.arange(self.total) - self.per_token(self.offsets[:-1])
+        return self.cached(
+            "positions", lambda: self.arange(self.total) - self.per_token(self.offsets[:-1])
+        )
 
     def per_token(self, per_row: Any) -> Any:
         """Return ``per_row[row]`` for the row of each token: (total, ...) for (n, ...)."""
@@ -353,10 +354,10 @@ class Layout:
         """
         return self.per_token(layout.offsets[:-1]), self.per_token(layout.lengths)
 
-    @_cached
+    @property
     def nonempty(self) -> Any:
         """(n,) whether the row has any token."""
-        return self.lengths > 0
+        return self.cached("nonempty", lambda: self.lengths > 0)
 
     @property
     def has_no_tail(self) -> bool:
@@ -369,11 +370,9 @@ class Layout:
     @property
     def token_mask(self) -> Any:
         """(total,) whether a token belongs to a row; None where all are known to."""
-        return None if self.has_no_tail else self._token_mask
-
-    @_cached
-    def _token_mask(self) -> Any:
-        return self.arange(self.total) < self.offsets[-1:]
+        if self.has_no_tail:
+            return None
+        return self.cached("token_mask", lambda: self.arange(self.total) < self.offsets[-1:])
 
     def with_lengths(self, lengths: Any, total: int, max_length: int | None) -> Layout:
         """Return a layout of rows whose lengths only the device knows; `total` bounds their sum."""

@@ -1,5 +1,6 @@
 """Shards over gloo, 2 to 4 processes, have the results and the gradients of whole rows."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import scree
 from scree.data import split_balanced
@@ -148,7 +149,7 @@ def check_heads(mesh: Any, size: int) -> None:
             causal=True,
         )
         cut: Any = shard(scree.from_lengths(torch.zeros(4096), [4096]), mesh).layout.cut
-        assert cut._exchanges_heads(call) == is_less
+        assert cut.exchanges_heads(call) == is_less
 
 
 def check_functions(mesh: Any, seed: int) -> None:
@@ -271,9 +272,10 @@ def check_refusals(mesh: Any) -> None:
         shard(arr, mesh, exchange="ring")
     with pytest.raises(TypeError, match="arr: expected a ragged array of torch"):
         shard(scree.from_lengths(np.ones(3), [3]), mesh)
-    # Pytrees keep the cut: FSDP2 casts the inputs of modules by them.
+    # Pytrees and `dataclasses.replace`, by which FSDP2 casts the inputs of modules, keep the cut.
     doubled = torch.utils._pytree.tree_map(lambda leaf: leaf * 1, x)
     assert doubled.layout.cut is x.layout.cut
+    assert dataclasses.replace(x, values=x.values * 2).layout.cut is x.layout.cut
 
 
 def check_checkpoint(mesh: Any) -> None:
@@ -350,7 +352,8 @@ def check_fsdp() -> None:
     single, parallel = Model(), Model()
     (sum(single(*batch) for batch in batches) / count).backward()
     everyone = dist.device_mesh.init_device_mesh("cpu", (4,))
-    fully_shard(parallel, mesh=everyone)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    fully_shard(parallel, mesh=everyone, mp_policy=policy)
     ids, targets = (shard(x, mesh["cp"]) for x in batches[mesh["dp"].get_local_rank()])
     # FSDP2 takes the mean over four ranks.
     (parallel(ids, targets) * 4 / count).backward()

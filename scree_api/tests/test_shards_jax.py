@@ -102,6 +102,8 @@ def check() -> None:
         shard(x, 3)
     with pytest.raises(ValueError, match="exchange: expected 'keys' or None"):
         shard(x, mesh, exchange="heads")
+    with pytest.raises(ValueError, match="arr: expected the ragged axis after the batch"):
+        shard(scree.from_lengths(random(4, 20), [20], ragged_dim=1), mesh)
     part = shard(x, mesh)
     for body, error, message in (
         (

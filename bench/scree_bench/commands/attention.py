@@ -349,18 +349,20 @@ def _standard_tiles(m: int, n: int) -> Iterator[None]:
 @contextmanager
 def _triton_tiles(m: int, n: int) -> Iterator[None]:
     """Run all three portable Triton kernels with tiles of `m` queries and `n` keys."""
-    launch_configs, tile_configs = (
-        import_module("scree_triton.attention.launch_configs"),
-        import_module("scree_triton.attention.tile_configs"),
+    launch_configs, portable_config, tile_configs = (
+        import_module(f"scree_triton.attention.{name}")
+        for name in ("launch_configs", "portable_config", "tile_configs")
     )
     tile = tile_configs.Tile(m, n, 8 if m * n > 8192 else 4, 2)
+    tiles = tile_configs.Tiles(tile, tile, tile)
     with ExitStack() as stack:
-        for name, value in (
-            ("SM90_TILES", {}),
-            ("portable_tiles", lambda *_: tile_configs.Tiles(tile, tile, tile)),
-            ("CONFIG_CACHE", {}),
+        for module, name, value in (
+            (tile_configs, "SM90_TILES", {}),
+            (portable_config, "portable_tiles", lambda *_, **__: tiles),
+            (launch_configs, "portable_tiles", lambda *_, **__: tiles),
+            (launch_configs, "CONFIG_CACHE", {}),
         ):
-            stack.enter_context(patch.object(launch_configs, name, value))
+            stack.enter_context(patch.object(module, name, value))
         yield
 
 

@@ -148,7 +148,8 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
     import torch
 
     from scree_triton.attention.interface import make_spec
-    from scree_triton.attention.launch_configs import VarlenLayout, get_launch_config
+    from scree_triton.attention.launch_configs import get_launch_config
+    from scree_triton.attention.metadata import VarlenLayout
 
     aten, offsets, max_length = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
     rows, spec = (

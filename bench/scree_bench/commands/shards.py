@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,16 +32,30 @@ def command(
     world: Annotated[
         int, typer.Option(min=2, help="Processes, one per GPU; the batches are cut over them.")
     ] = 2,
-    parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}, or nothing.")] = ",".join(
+        PARTS
+    ),
     batches: Annotated[
-        str, typer.Option(help="Numbers of the batches for attention, from 0; all by default.")
+        str,
+        typer.Option(
+            help="Numbers of the batches for attention, from 0; by default 0 to 4, up to 128k tokens. "
+            "5 to 7 have 512k tokens."
+        ),
     ] = "",
     model: Annotated[
         bool,
         typer.Option("--model", help="Also train a model, data parallel and context parallel."),
     ] = False,
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help="Context x data, such as 2x2: also train a model whose rows are cut over the first "
+            "number of processes, with the second number of batches, and with FSDP2 over all."
+        ),
+    ] = "",
     size: Annotated[
-        str, typer.Option(help="Model of --model and of balance: 124m on CUDA, tiny on the CPU.")
+        str,
+        typer.Option(help="Model of --model, --mesh and balance: 124m on CUDA, tiny on the CPU."),
     ] = "",
     peers: Annotated[
         Path | None,
@@ -60,10 +75,14 @@ def command(
     A sample is the time of the slowest process. On GPUs a collective makes all devices begin at the
     same time, after the hosts have launched the call. The efficiency is the time of one device,
     divided by the number of devices and by the time of the sample. One device attends to the whole
-    rows. Its time is the mean over the devices, which all do this at the same time.
+    rows. Its time is the mean over the devices, which all do this at the same time. The slowest rank
+    is the time of the slowest process relative to the mean.
 
     The balance is the compute time of the slowest process relative to the mean of the processes. It
     is measured per window of batches, before any collective.
+
+    An error in one process ends all processes. It is listed, and the parts after it run in new
+    processes.
     """
     with Session("shards", locals(), resolve_device(device)) as session:
         if find_spec("torch") is None:
@@ -71,26 +90,18 @@ def command(
         import torch
 
         from ..shard_workers import Job
-        from ..shard_workers import batches as make_batches
 
         count = torch.cuda.device_count()
         if session.device == "cuda" and count < world:
             return session.leave_out(f"{world} processes", f"there are {count} GPUs")
         scale = SCALES[session.device, quick]
         chosen = parse_words(parts, "--parts", PARTS)
-        names = [batch.name for batch in make_batches(scale)]
-        if batches:
-            numbers = parse_numbers(batches, "--batches", least=0)
-            if max(numbers) >= len(names):
-                raise typer.BadParameter(
-                    f"--batches: expected numbers below {len(names)}, got {batches!r}"
-                )
-            names = [names[i] for i in numbers]
-        sequence = [f"attention: {name}" for name in names if "attention" in chosen]
+        names = _batch_names(batches, scale) if "attention" in chosen else []
+        sequence = [f"attention: {name}" for name in names]
         sequence += ["balance"] if "balance" in chosen else []
         sequence += [f"model: {name}" for name in MODEL_BATCHES if model]
-        # A peer that hangs ends the processes.
-        sequence += [f"peers: {name}" for name in names if peers and "attention" in chosen]
+        sequence += [f"mesh: {name}" for name in MODEL_BATCHES if mesh]
+        sequence += [f"peers: {name}" for name in names if peers]
         job = Job(
             session.device,
             tuple(sequence),
@@ -98,6 +109,7 @@ def command(
             HEADS[session.device],
             str(peers or ""),
             size or SIZE[session.device],
+            _parse_mesh(mesh, world),
             seconds / 10 if quick else seconds,
             2 if quick else 8,
         )
@@ -105,8 +117,52 @@ def command(
     return None
 
 
+def _batch_names(batches: str, scale: int) -> list[str]:
+    """Return the names of the batches for attention whose numbers the user gave."""
+    from ..shard_attention import DEFAULT_BATCHES
+    from ..shard_attention import batches as make_batches
+
+    names = [batch.name for batch in make_batches(scale)]
+    numbers = parse_numbers(batches, "--batches", least=0) or DEFAULT_BATCHES
+    if max(numbers) >= len(names):
+        raise typer.BadParameter(f"--batches: expected numbers below {len(names)}, got {batches!r}")
+    return [names[i] for i in numbers]
+
+
+def _parse_mesh(mesh: str, world: int) -> tuple[int, int]:
+    """Return the two numbers of --mesh, whose product is the number of processes."""
+    numbers = parse_numbers(mesh or f"{world}x1", "--mesh", between="x")
+    if len(numbers) != 2 or math.prod(numbers) != world:
+        raise typer.BadParameter(
+            f"--mesh: expected two numbers with the product {world}, such as {world}x1, got {mesh!r}"
+        )
+    return numbers[0], numbers[1]
+
+
 def _measure(session: Session, world: int, job: Any) -> None:
-    """Start the processes, and add each line that they write to the results."""
+    """Run the parts. If a process fails, list its part, and run the others in new processes."""
+    lines: Generator[dict[str, Any]] | None = None
+    try:
+        for i, part in enumerate(session.track(job.parts)):
+            if lines is None:
+                lines = _run_processes(world, job._replace(parts=job.parts[i:]))
+            try:
+                for line in lines:
+                    _add(session, world, line)
+                    if line.get("done") == part:
+                        break
+            # The results before the error are kept, and the error is listed with them.
+            except Exception as error:
+                session.leave_out(part, " ".join(str(error).split())[-300:])
+                lines = None
+    # An interrupt must end the processes too.
+    finally:
+        if lines is not None:
+            lines.close()
+
+
+def _run_processes(world: int, job: Any) -> Generator[dict[str, Any]]:
+    """Yield the lines of the first process until all end; raise if one ends with an error."""
     import torch.multiprocessing as processes
 
     from ..shard_workers import worker
@@ -115,18 +171,8 @@ def _measure(session: Session, world: int, job: Any) -> None:
         context = processes.spawn(
             worker, (world, job, folder), nprocs=world, join=False, daemon=True
         )
-        lines = _lines(context, Path(folder) / "lines-0")
         try:
-            for part in session.track(job.parts):
-                for line in lines:
-                    _add(session, world, line)
-                    if line.get("done") == part:
-                        break
-            context.join()
-        # The results before the error are kept, and the error is listed with them.
-        except Exception as error:
-            session.leave_out("the rest", " ".join(str(error).split())[-300:])
-        # An interrupt must end the processes too.
+            yield from _lines(context, Path(folder) / "lines-0")
         finally:
             for process in context.processes:
                 if process.is_alive():

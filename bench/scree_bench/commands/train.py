@@ -158,8 +158,10 @@ def command(
         if save_tokens is not None:
             save(documents, save_tokens)
         total_steps = max(steps, 1 + WARM_UPS + timed)
+        # Steps that compile are run again, up to as many as are timed, and the profiler runs more.
+        most_steps = max(steps, 1 + WARM_UPS + 2 * timed + profile.STEPS)
         most = max(
-            Batches(documents, tokens, s).max_rows(accumulate * total_steps)
+            Batches(documents, tokens, s).max_rows(accumulate * most_steps)
             for s in range(seed, seed + seeds)
         )
         plan = Plan(shape, tokens, -(-most // 8) * 8, context, recompute)

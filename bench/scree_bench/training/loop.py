@@ -94,6 +94,8 @@ class Training:
         import torch
 
         self.settings, self.torch = settings, torch
+        # cuDNN's attention plans each new shape for about 100 ms.
+        torch.backends.cuda.enable_cudnn_sdp(not FORMS[form].changes_shape)
         weights = getattr(torch, PRECISIONS[settings.precision][0])
         self.form = FORMS[form]
         self.parameters = models.parameters(

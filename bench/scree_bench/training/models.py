@@ -7,7 +7,8 @@ attention works per token, so packed tokens, windows and padded rows share one f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import scree
@@ -107,7 +108,11 @@ def ragged(
 
 
 def hidden_states(
-    p: dict[str, Any], size: Size, tokens: scree.Array, recomputes: bool = False
+    p: dict[str, Any],
+    size: Size,
+    tokens: scree.Array,
+    recomputes: bool = False,
+    layers: Sequence[Callable[..., Any]] | None = None,
 ) -> scree.Array:
     """Return the hidden states of ragged token ids, which may be a shard of a batch.
 
@@ -121,50 +126,80 @@ def hidden_states(
         (n, None) int64 token ids.
     recomputes
         Whether the backward pass recomputes the activations of each block.
+    layers
+        One function per layer with the arguments (tokens, branch, residual) of `layer`. By default
+        `layer` with the parameters `p`.
     """
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 
     array = tokens.with_values
+    if layers is None:
+        layers = [partial(layer, layer_parameters(p, i), size) for i in range(size.layers)]
+    x, y = scree.gather(p["embedding"], tokens).values, None
+    if size.positions:
+        x = x + F.embedding(scree.positions(tokens), p["positions"])
 
-    def norm(x: scree.Array, name: str, residual: scree.Array | None = None) -> Any:
-        if size.positions:
-            return scree.layer_norm(x, p[name], p[f"{name}.bias"], residual=residual, eps=size.eps)
-        return scree.rms_norm(x, p[name], residual=residual, eps=size.eps)
+    def add_layer(run: Any, x: Any) -> Any:
+        # The backward pass keeps the sum instead of both terms.
+        y, x = run(tokens, None, x)
+        return x + y
+
+    if recomputes:
+        for run in layers:
+            x = checkpoint(add_layer, run, x, use_reentrant=False)
+        return _norm(p, size, "norm", array(x))
+    for run in layers:
+        y, x = run(tokens, y, x)
+    return _norm(p, size, "norm", array(y), array(x))[0]
+
+
+def layer_parameters(p: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the parameters of a layer by their names within the layer."""
+    prefix = f"{index}."
+    return {name.removeprefix(prefix): x for name, x in p.items() if name.startswith(prefix)}
+
+
+def layer(
+    p: dict[str, Any], size: Size, tokens: scree.Array, branch: Any, residual: Any
+) -> tuple[Any, Any]:
+    """Return the branch and the residual after a layer; each is added by the next norm.
+
+    `p` has the parameters of the layer. The branch is None before the first layer.
+    """
+    import torch.nn.functional as F  # noqa: N812
+
+    array = tokens.with_values
 
     def product(x: Any, name: str) -> Any:
         if not size.positions:
             return x @ p[name]
         return F.linear(x, p[name].T, p[f"{name}.bias"])
 
-    def layer(i: int, y: Any, x: Any) -> tuple[Any, Any]:
-        """Return the branch and the residual after a layer; each is added by the next norm."""
-        if y is None:
-            x = array(x)
-            y = norm(x, f"{i}.norm1")
-        else:
-            y, x = norm(array(y), f"{i}.norm1", array(x))
-        qkv = product(y.values, f"{i}.qkv").unflatten(1, (-1, size.dim))
-        parts = size.heads, size.kv_heads, size.kv_heads
-        q, k, v = scree.split(array(qkv), parts, axis=2)
-        if not size.positions:
-            q, k = scree.rope(q, k)
-        a = scree.attention(q, k, v, causal=True)
-        a = a.with_values(product(a.values.flatten(1), f"{i}.out"))
-        y, x = norm(a, f"{i}.norm2", x)
-        up = product(y.values, f"{i}.up")
-        up = F.gelu(up, approximate="tanh") if size.positions else scree.swiglu(up)
-        return product(up, f"{i}.down"), x.values
+    x = array(residual)
+    if branch is None:
+        y = _norm(p, size, "norm1", x)
+    else:
+        y, x = _norm(p, size, "norm1", array(branch), x)
+    qkv = product(y.values, "qkv").unflatten(1, (-1, size.dim))
+    q, k, v = scree.split(array(qkv), (size.heads, size.kv_heads, size.kv_heads), axis=2)
+    if not size.positions:
+        q, k = scree.rope(q, k)
+    a = scree.attention(q, k, v, causal=True)
+    a = a.with_values(product(a.values.flatten(1), "out"))
+    y, x = _norm(p, size, "norm2", a, x)
+    up = product(y.values, "up")
+    up = F.gelu(up, approximate="tanh") if size.positions else scree.swiglu(up)
+    return product(up, "down"), x.values
 
-    x, y = scree.gather(p["embedding"], tokens).values, None
+
+def _norm(
+    p: dict[str, Any], size: Size, name: str, x: scree.Array, residual: scree.Array | None = None
+) -> Any:
+    """Return the layer norm of a GPT-2 or the RMS norm of a Llama."""
     if size.positions:
-        x = x + F.embedding(scree.positions(tokens), p["positions"])
-    for i in range(size.layers):
-        if recomputes:
-            y, x = checkpoint(layer, i, y, x, use_reentrant=False)
-        else:
-            y, x = layer(i, y, x)
-    return norm(array(y), "norm", array(x))[0]
+        return scree.layer_norm(x, p[name], p[f"{name}.bias"], residual=residual, eps=size.eps)
+    return scree.rms_norm(x, p[name], residual=residual, eps=size.eps)
 
 
 def plain(

@@ -254,7 +254,7 @@ class ForwardArgs:
 
 
 class DqStrides(NamedTuple):
-    """Strides of `backward_sm90.attention_dq_sm90_kernel`."""
+    """Strides of `dq_sm90.attention_dq_sm90_kernel`."""
 
     stride_qh: int
     stride_kh: int
@@ -265,7 +265,7 @@ class DqStrides(NamedTuple):
 
 @launch_args
 class DqArgs:
-    """Arguments of `backward_sm90.attention_dq_sm90_kernel`."""
+    """Arguments of `dq_sm90.attention_dq_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor
@@ -298,7 +298,7 @@ class DqArgs:
 
 
 class DkdvStrides(NamedTuple):
-    """Strides of `backward_sm90.attention_dkdv_sm90_kernel`."""
+    """Strides of `dkdv_sm90.attention_dkdv_sm90_kernel`."""
 
     stride_qh: int
     stride_kh: int
@@ -309,7 +309,7 @@ class DkdvStrides(NamedTuple):
 
 
 class DkdvNumbers(NamedTuple):
-    """Numbers of `backward_sm90.attention_dkdv_sm90_kernel`."""
+    """Numbers of `dkdv_sm90.attention_dkdv_sm90_kernel`."""
 
     total_q: int
     stats_stride: int
@@ -325,7 +325,7 @@ class DkdvNumbers(NamedTuple):
 
 @launch_args
 class DkdvArgs:
-    """Arguments of `backward_sm90.attention_dkdv_sm90_kernel`."""
+    """Arguments of `dkdv_sm90.attention_dkdv_sm90_kernel`."""
 
     q_desc: Descriptor
     k_desc: Descriptor

@@ -17,7 +17,7 @@ from scree.layout import Layout
 
 from ..runtime.device import INTERPRETED, rejects_device
 from .interface import attention_backward, attention_forward, make_spec, rejects_kind
-from .launch_configs import AttentionSpec, VarlenLayout
+from .metadata import AttentionSpec, VarlenLayout
 from .tile_scheduler import UNBOUNDED
 
 #: The dispatch key of the devices on which the kernels run.

@@ -1,9 +1,9 @@
 """float32 attention on Hopper's tensor cores, forward and backward, head_dim 32 and 64.
 
 The results have the precision of float32 products. `bf16x3` describes how six bfloat16 products make
-one float32 product. Everything else is as in `forward_sm90` and `backward_sm90`, whose producers load the
-bfloat16 terms. The six products of one consumer warp group hide all work between products of the
-other one, so no step needs to run ahead of another.
+one float32 product. Everything else is as in `forward_sm90`, `dq_sm90` and `dkdv_sm90`, whose
+producers load the bfloat16 terms. The six products of one consumer warp group hide all work between
+products of the other one, so no step needs to run ahead of another.
 """
 
 from triton.experimental import gluon
@@ -21,9 +21,10 @@ from ..sm90.pipeline import (
     slot_parts,
     store_tile,
 )
-from .backward_sm90 import dkdv_producer, dq_producer
 from .bf16x3 import PRODUCTS, TERMS, add_mma_bf16x3, split_bf16x3, start_mma_bf16x3
 from .constants import INITIAL_MAX, LN2, LOG2E, UNSPECIALIZED
+from .dkdv_sm90 import dkdv_producer
+from .dq_sm90 import dq_producer
 from .forward_sm90 import forward_producer
 from .scores_sm90 import (
     apply_alibi,

@@ -6,7 +6,7 @@ import torch
 from scree.providers.torch_attention_gradient import AttentionGradientCall
 
 from . import interface
-from .launch_configs import VarlenLayout
+from .metadata import VarlenLayout
 
 
 def rejects(call: AttentionGradientCall) -> str | None:

@@ -19,23 +19,25 @@ from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info
 from ..runtime.fallback import falls_back_to, gradients, record_replacement
+from .base_config import LaunchConfig
 from .launch_configs import (
+    get_launch_config,
+    has_sm90_kernels,
+    replace_by_portable_config,
+    usual_tile_sizes,
+)
+from .metadata import (
     AttentionSpec,
     HeadLayout,
-    LaunchConfig,
-    PortableConfig,
     VarlenLayout,
     allows_tf32,
     as_arguments,
-    get_launch_config,
-    has_sm90_kernels,
     is_tma_addressable,
     is_tma_aligned,
-    replace_by_portable_config,
     slope_axes,
-    usual_tile_sizes,
 )
 from .paged import is_decoding, prepare_decoding
+from .portable_config import PortableConfig
 from .tile_configs import SHORT_SEQLEN
 from .tile_scheduler import FIELDS, UNBOUNDED, max_tiles, schedule_tiles
 

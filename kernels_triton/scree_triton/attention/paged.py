@@ -24,7 +24,7 @@ from ..runtime.launch import (
     launch_args,
     on_device,
 )
-from .launch_configs import AttentionSpec, allows_tf32
+from .metadata import AttentionSpec, allows_tf32
 from .paged_kernels import combine_kernel, combine_prefill_kernel, decode_kernel, prefill_kernel
 from .tile_scheduler import UNBOUNDED
 
@@ -243,7 +243,7 @@ class _Shape(NamedTuple):
 class _LaunchConfig:
     """Launches for one kind of call."""
 
-    def __init__(self, shape: _Shape, spec: Spec, allows_tf32: bool):
+    def __init__(self, shape: _Shape, spec: Spec, is_tf32: bool):
         device, group = device_info(shape.device), shape.heads // shape.kv_heads
         dtype, *cache_dtypes = shape.dtypes[:3]
         itemsize = max(cache_dtype.itemsize for cache_dtype in cache_dtypes)
@@ -306,7 +306,7 @@ class _LaunchConfig:
             SLOTS=self.slots,
         )
         self.by_row = bool(self.split) or shape.rows_at_a_time == _ROWS_AT_A_TIME[0]
-        last = dict(PRECISION="tf32" if allows_tf32 else "tf32x3")
+        last = dict(PRECISION="tf32" if is_tf32 else "tf32x3")
         # Few rows may have many parts each, of which a CTA loads as many as it can.
         self.used = triton.next_power_of_2(self.used)
         tile = 1 if self.by_row else self.used
@@ -680,13 +680,15 @@ def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
     The keys are a cache without pages, one row after the other.
     """
     return_lse, n, max_length = call.return_lse, call.q.batch_size, call.q.layout.max_length_bound
+    dtype = call.q.values.dtype
     has_slopes = call.alibi_slopes is not None
     options = Spec(*spec[:4], value_scale=1.0, split_size=0, return_lse=return_lse)
+    # Whether products may use tf32 -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
         arrays, offsets = (q.values, k.values, v.values), q.offsets
-        is_tf32 = allows_tf32(arrays[0].dtype)
+        is_tf32 = allows_tf32(dtype)
         if is_tf32 not in prepared:
             indices = offsets, offsets, k.offsets, offsets
             config = _select(*arrays, indices, has_slopes, False, max_length, n, options)
@@ -703,8 +705,8 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
     """Return a function for calls with the same metadata."""
     spec, has_slopes = _spec_of(call), call.alibi_slopes is not None
     has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
-    kv_heads, is_float32 = call.k_pages.shape[2], call.q.values.dtype == torch.float32
-    # Precision setting -> function that runs calls.
+    kv_heads, dtype = call.k_pages.shape[2], call.q.values.dtype
+    # Whether products may use tf32 -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}
     max_length, n = call.q.layout.max_length_bound, call.q.batch_size
     are_lengths_contiguous = call.kv_lengths.is_contiguous()
@@ -716,11 +718,12 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         pages: torch.Tensor,
         page_offsets: torch.Tensor | None,
         kv_lengths: torch.Tensor,
+        is_tf32: bool,
     ) -> Callable[..., Any]:
         indices = pages, page_offsets, kv_lengths, q.offsets
         config = _select(q.values, *caches, indices, has_slopes, has_scales, max_length, n, spec)
         run = config.prepare(q.values, *caches, pages, page_offsets, q.offsets)
-        prepared[allows_tf32(q.values.dtype)] = run
+        prepared[is_tf32] = run
         return run
 
     def attend(
@@ -746,8 +749,9 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             pages, page_offsets = _aligned(page_table.values), page_table.offsets
         if not are_lengths_contiguous:
             kv_lengths = kv_lengths.contiguous()
-        run = prepared.get(is_float32 and allows_tf32(torch.float32)) or prepare(
-            q, (k_pages, v_pages), pages, page_offsets, kv_lengths
+        is_tf32 = allows_tf32(dtype)
+        run = prepared.get(is_tf32) or prepare(
+            q, (k_pages, v_pages), pages, page_offsets, kv_lengths, is_tf32
         )
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
         out, lse = run(values, k_pages, v_pages, pages, kv_lengths, slopes, k_scale, v_scale)

@@ -1,6 +1,9 @@
 """Measured tile sizes: a plain table, so that the first call compiles one kernel and times none."""
 
+from math import prod
 from typing import NamedTuple
+
+import triton
 
 from ..runtime.device import LARGE_SHARED_MEMORY
 
@@ -115,15 +118,53 @@ SM90_MERGED_TILES = {
 }
 
 
-def count_rows(rows: int, head_dim: int) -> int:
+def count_rows(rows: int, head_dim: int, max_seqlen: int) -> int:
     """Return the number of rows summed over heads, weighted by head_dim, to compare with MANY_ROWS.
 
     A tile of wide heads takes longer, and an SM runs one CTA with such tiles instead of three. So
-    sharing tiles pays off for fewer rows.
+    sharing tiles pays off for fewer rows. Beside a long row, a few short rows take no time.
     """
     if head_dim <= 64:
         return rows
-    return 3 * rows if head_dim <= 128 else 15 * rows // 2
+    return 3 * rows if head_dim <= 128 or max_seqlen > SHORT_SEQLEN else 15 * rows // 2
+
+
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """Return the width of a head's parts in shared memory and their number.
+
+    TMA fills the last part with zeros. Narrow parts waste fewer products on zeros.
+    """
+    if 64 < head_dim <= 96:
+        return 32, 3
+    if head_dim <= 128:
+        return triton.next_power_of_2(head_dim), 1
+    if head_dim <= 160:
+        return 32, 5
+    return (64, 3) if head_dim <= 192 else (128, 2)
+
+
+def sm90_tiles(
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    small_batch: bool = False,
+    long_rows: bool = False,
+    merged: bool = False,
+) -> Sm90Tiles | None:
+    """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
+    if itemsize == 4:
+        return SM90_TILES.get((itemsize, head_dim)) if head_dim == head_dim_v else None
+    width, width_v = (prod(head_parts(x)) for x in (head_dim, head_dim_v))
+    if min(width, width_v) < 32:
+        return None
+    if merged:
+        return SM90_MERGED_TILES[max(width, width_v)]
+    tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
+        (itemsize, max(width, width_v))
+    )
+    if small_batch:
+        return SM90_SMALL_BATCH_TILES.get(tiles, tiles)
+    return SM90_LONG_ROW_TILES.get(tiles, tiles) if long_rows else tiles
 
 
 # By bytes per element and padded head_dim. Measured on Hopper.

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scree.providers import jax_attention as loops
 
 from ..attention.interface import make_spec, rejects_kind
-from ..attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
+from ..attention.launch_configs import get_launch_config
+from ..attention.metadata import AttentionSpec, VarlenLayout
 from ..attention.tile_scheduler import UNBOUNDED
 from ..runtime.device import device_info
 from ..runtime.recording import record

@@ -105,25 +105,35 @@ class Device:
         return self.capability in LARGE_SHARED_MEMORY
 
 
-#: The hardware for which launches on the device "meta" are recorded; empty before `describe_meta`.
-_META: list[Device] = []
+#: Device -> its record. "meta" has one after `describe_meta`.
+_RECORDS: dict[torch.device, Device] = {}
 
 
 def describe_meta(device: Device) -> None:
-    """Declare the hardware for which launches on the device "meta" are recorded."""
-    _META[:] = [device]
-    device_info.cache_clear()
+    """Declare the hardware for which launches on the device "meta" are recorded.
+
+    Raises
+    ------
+    RuntimeError
+        If other hardware was declared before, for which launch configs may be cached.
+    """
+    declared = _RECORDS.setdefault(torch.device("meta"), device)
+    if declared != device:
+        raise RuntimeError(
+            f"device: expected the hardware that was declared before, {declared}, got {device}; "
+            f"record launches for other hardware in another process"
+        )
 
 
-@cache
 def device_info(device: torch.device) -> Device:
     """Return the record of a device; warn once if faster kernels do not run on it."""
-    if device.type == "meta" and _META:
-        return _META[0]
+    record = _RECORDS.get(device)
+    if record is not None:
+        return record
     if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
         return Device("cpu", (8, 0), 3, 0, 0)
     properties = torch.cuda.get_device_properties(device)
-    record = Device(
+    record = _RECORDS[device] = Device(
         "nvidia" if torch.version.cuda is not None else "amd",
         torch.cuda.get_device_capability(device),
         properties.multi_processor_count,

@@ -96,16 +96,20 @@ def sort_descending(keys: torch.Tensor) -> torch.Tensor:
 
 
 def launch_jit(
-    kernel: Any, programs: int, *arguments: Any, written: tuple[str, ...], **constants: Any
+    kernel: Any,
+    programs: int,
+    *arguments: Any,
+    written: tuple[str, ...],
+    num_warps: int = 4,
+    **constants: Any,
 ) -> None:
     """Launch a kernel without descriptors through Triton's JIT, or record the launch.
 
-    `written` has the names of the arguments that the kernel writes. `constants` may end with
-    ``num_warps``.
+    `written` has the names of the arguments that the kernel writes.
     """
-    if not arguments[0].is_meta:
-        kernel[(programs,)](*arguments, **constants)
-        return
-    options = {"num_warps": constants.pop("num_warps")} if "num_warps" in constants else {}
-    launch = RecordedLaunch(kernel, programs, arguments, constants, options, frozenset(written))
-    current_recording().steps.append(launch)
+    options = {"num_warps": num_warps}
+    if arguments[0].is_meta:
+        launch = RecordedLaunch(kernel, programs, arguments, constants, options, frozenset(written))
+        current_recording().steps.append(launch)
+    else:
+        kernel[(programs,)](*arguments, **constants, **options)

@@ -353,6 +353,42 @@ def pdl_wait(x):
     )
 
 
+# --- Blocks of rings
+@gluon.jit
+def start_mma_when_full(
+    a, ring, full, step, PARTS: gl.constexpr, LAYOUT: gl.constexpr, STAGES: gl.constexpr
+):
+    """Wait for block `step` of a ring, b, and start a @ b^T."""
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    return start_mma_transposed(a, ring, step % STAGES, PARTS, LAYOUT)
+
+
+@gluon.jit
+def skip_blocks(
+    wg: gl.constexpr,
+    blocks,
+    a_full,
+    a_empty,
+    b_full,
+    b_empty,
+    step,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Release blocks that this warp group does not need, and return the next step."""
+    for _ in range(blocks):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(a_full.index(stage), phase)
+        mbarrier.arrive(a_empty.index(stage), count=1)
+        mbarrier.wait(b_full.index(stage), phase)
+        mbarrier.arrive(b_empty.index(stage), count=1)
+        ping_pong_wait(wg, step, PING_PONG)
+        ping_pong_arrive(wg, step, PING_PONG)
+        step += 1
+    return step
+
+
 # --- Tiles: the producer warp fetches and publishes them, the consumer warp groups receive them
 @gluon.jit
 def fetch_tile(COUNTER, total_tiles):

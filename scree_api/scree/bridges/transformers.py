@@ -318,6 +318,7 @@ def forward(
     cache = kwargs.get("cache")
     is_paged = isinstance(cache, PagedAttentionCache)
     _check_supported(module, {**kwargs, "cache": None} if is_paged else kwargs)
+    query, key, value = _autocast(query, key, value)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window: Any = kwargs.get("sliding_window") or None
     if window and not causal:
@@ -383,6 +384,18 @@ def forward(
     else:
         out = _uncompiled_attention(q, k, v, batch, attention_mask, position_ids, is_cross, options)
     return out.unflatten(0, (batch, length)), None
+
+
+def _autocast(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Convert arrays in a region of `torch.autocast`, as PyTorch's own attention does.
+
+    There the products give the dtype of the region, and the rotation of models float32.
+    """
+    device = arrays[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return arrays
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) for x in arrays)
 
 
 def _ids_from_offsets(offsets: torch.Tensor, length: int) -> torch.Tensor:

@@ -127,6 +127,10 @@ def _shard_of_jax(arr: Array, mesh: Any, cost: tuple[float, float], exchange: st
         )
     if exchange == "heads":
         raise ValueError("exchange: expected 'keys' or None for arrays of jax, got 'heads'")
+    if arr.ragged_dim:
+        raise ValueError(
+            f"arr: expected the ragged axis after the batch for arrays of jax, got ragged_dim {arr.ragged_dim}"
+        )
     layout = arr.layout
 
     def make() -> Any:
@@ -134,10 +138,6 @@ def _shard_of_jax(arr: Array, mesh: Any, cost: tuple[float, float], exchange: st
         return ShardCut(layout, Group(mesh), cut_rows(lengths, mesh.size, cost)).make_layout()
 
     shard_layout = layout.cached(("shard", mesh, *cost), make)
-    if arr.ragged_dim:
-        raise ValueError(
-            f"arr: expected the ragged axis after the batch for arrays of jax, got ragged_dim {arr.ragged_dim}"
-        )
     return Array.from_layout(shard_values(arr.values, shard_layout.cut), shard_layout)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..array import Array
 from ..checks import check_whole
-from ..layout import Layout
+from ..layout import SHARD_LAYOUTS, Layout
 from ..ops.attention import AttentionCall
 from ..ops.merge_attention import merge_attention
 from .operations import ShardOperations, map_results
@@ -64,10 +64,11 @@ class Cut(ShardOperations):
     def make_layout(self) -> Layout:
         """Return the layout of shards: the layout of this rank's tokens, with the cut."""
         local = self.local_layout
-        layout = Layout(
-            local.backend, local.offsets, local.total, local.max_length, local.host_offsets
-        )
+        # Offsets of their own tell shards from arrays on `local_layout`.
+        offsets = local.xp.asarray(local.offsets, copy=True)
+        layout = Layout(local.backend, offsets, local.total, local.max_length, local.host_offsets)
         layout.cut = self
+        SHARD_LAYOUTS[id(offsets)] = layout
         return layout
 
     def whole_index(self, rank: int) -> np.ndarray:
@@ -96,14 +97,6 @@ class Cut(ShardOperations):
             slots[index] = rank * longest + np.arange(index.size)
         return longest, self.whole.to_index(slots, longest * self.group.size)
 
-    def received_tokens(self, left: int | None, right: int | None) -> int:
-        """Return how many keys this rank receives for `attention` under a window."""
-        if not self.is_cut:
-            return 0
-        remote = self._remote_plan(left, right)
-        plan = self._key_plan(left, right)[0] if remote is None else remote[0]
-        return sum(plan.received)
-
     def _attention(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:
@@ -114,7 +107,7 @@ class Cut(ShardOperations):
         call = AttentionCall(**local, **options)
         if not self.is_cut:
             return self._restore("attention", layout, operation.run(local, options, kernel))
-        if self._exchanges_heads(call):
+        if self.exchanges_heads(call):
             return self._attention_of_heads(operation, call, layout, options, kernel)
         remote = None if call.alibi_slopes is not None else self._remote_plan(*call.window)
         if remote is not None:
@@ -196,7 +189,7 @@ class Cut(ShardOperations):
 
         return self.local_layout.cached(("remote keys", left, right), make)
 
-    def _exchanges_heads(self, call: AttentionCall) -> bool:
+    def exchanges_heads(self, call: AttentionCall) -> bool:
         """Return whether all ranks exchange heads for tokens, instead of sending keys."""
         size, heads, kv_heads = self.group.size, call.num_heads, call.num_kv_heads
         fits = kv_heads % size == 0

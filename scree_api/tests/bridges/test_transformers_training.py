@@ -73,6 +73,13 @@ def test_trainer_agrees_with_sdpa_on_padded_batches(is_flattened: bool, tmp_path
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_trainer_in_mixed_precision_agrees_with_sdpa_on_padded_batches(tmp_path: Path) -> None:
+    """The rotation gives queries and keys in float32, and the projection values in bfloat16."""
+    losses, *_ = train("scree", tmp_path, True, bf16=True)
+    expected, *_ = train("sdpa", tmp_path, False, bf16=True)
+    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_flattened", [False, True])
 def test_trainer_on_cuda_agrees_with_sdpa_on_padded_batches(

@@ -1,0 +1,373 @@
+"""Training in the processes of `scree-bench shards`: data parallel and context parallel."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import scree
+from scree.data import TokenBudgetSampler, fit_cost
+from scree.distributed import shard
+
+from .measure import median
+from .shard_attention import log_normal
+from .training import models
+from .training.models import SIZES, Size
+
+if TYPE_CHECKING:
+    from .shard_workers import Worker
+
+#: Steps whose losses are compared.
+LOSS_STEPS = 4
+#: Tokens of a batch, and for models of at least LARGE parameters, whose activations are larger.
+TOKENS, LARGE_TOKENS, LARGE = 65_536, 16_384, 1_000_000_000
+
+
+# --- balance ---
+def balance(process: Worker) -> None:
+    """Compare the compute times of the ranks, which no collective equalizes."""
+    size, unit = SIZES[process.job.size], max(8, 512 // process.job.scale)
+    budget = 64 * unit
+    p = models.parameters(size, process.job.device, process.torch.float32, 0)
+    generator = process.torch.Generator().manual_seed(process.rank)
+
+    def step(lengths: list[int]) -> None:
+        shape = (sum(lengths),)
+        tokens = process.torch.randint(0, size.vocabulary, shape, generator=generator)
+        ids = scree.from_lengths(tokens.to(process.device), lengths)
+        _loss(p, size, ids, process.dtype).backward()
+        for x in p.values():
+            x.grad = None
+
+    fitted = _fit_training_cost(process, step, unit)
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(math.log(unit), 1.5, 3000).astype(int), 1, budget)
+    case = {"lengths": f"median {unit}, sigma 1.5", "budget": budget}
+    for name, cost, window in (
+        ("cost of tokens", (1.0, 0.0), 4),
+        ("fitted cost", fitted, 1),
+        ("fitted cost", fitted, 4),
+    ):
+        sampler = TokenBudgetSampler(
+            lengths, budget, rank=process.rank, num_ranks=process.world, cost=cost, window=window
+        )
+        steps = [lengths[batch].tolist() for batch in sampler]
+        process.row(
+            {**case, "window": window},
+            f"scree, {name}",
+            slowest_rank_ratio=_slowest_ratios(process, step, steps, window),
+            token_cost_value=fitted[0] / fitted[1] if fitted[1] else 0.0,
+        )
+
+
+def _fit_training_cost(
+    process: Worker, step: Callable[[list[int]], None], unit: int
+) -> tuple[float, float]:
+    """Return the cost of a row, fitted on the first process to the times of some batches."""
+    batches = [[unit] * 64, [unit] * 32, [8 * unit] * 8, [8 * unit] * 4, [64 * unit], [32 * unit]]
+    seconds = []
+    for lengths in batches:
+        samples = [_seconds(process, partial(step, lengths)) for _ in range(4)]
+        seconds.append(median(samples[1:]))
+    times = process.torch.tensor(seconds, device=process.device)
+    process.dist.broadcast(times, 0)
+    return fit_cost(batches, times.cpu().numpy())
+
+
+def _slowest_ratios(
+    process: Worker, step: Callable[[list[int]], None], batches: list[list[int]], window: int
+) -> list[float]:
+    """Return the time of the slowest rank over the mean of the ranks, per window of batches."""
+    torch, dist = process.torch, process.dist
+    ratios = []
+    count = min(process.job.windows + 1, len(batches) // window)
+
+    def run(batches: list[list[int]]) -> None:
+        for batch in batches:
+            step(batch)
+
+    for i in range(0, count * window, window):
+        process.synchronize()
+        dist.barrier()
+        elapsed = _seconds(process, partial(run, batches[i : i + window]))
+        highest = torch.tensor([elapsed], dtype=torch.float64, device=process.device)
+        total = highest.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+        ratios.append(float(highest / total) * process.world)
+    # The first window warms up.
+    return ratios[1:]
+
+
+def _seconds(process: Worker, run: Callable[[], Any]) -> float:
+    """Return the seconds of a call on this process alone."""
+    process.synchronize()
+    start = time.perf_counter()
+    run()
+    process.synchronize()
+    return time.perf_counter() - start
+
+
+# --- models ---
+class Mode(NamedTuple):
+    """A way to train a model.
+
+    Attributes
+    ----------
+    name
+        The name in the results.
+    arrays, targets
+        The token ids and the targets of this process.
+    num_batches
+        Number of batches of a step, over all processes.
+    wrapper
+        "DDP", "FSDP2", or "" for one device.
+    peer
+        The mode on one device that has the same losses, or "".
+    is_timed
+        Whether steps are timed, or only their losses are compared.
+    """
+
+    name: str
+    arrays: list[scree.Array]
+    targets: list[scree.Array]
+    num_batches: int
+    wrapper: str = ""
+    peer: str = ""
+    is_timed: bool = True
+
+
+class Batches(NamedTuple):
+    """Token ids and targets of some batches with equal lengths."""
+
+    lengths: list[int]
+    ids: list[scree.Array]
+    targets: list[scree.Array]
+
+
+def model(process: Worker, name: str) -> None:
+    """Train a model on one device, data parallel and context parallel."""
+    world, rank = process.world, process.rank
+    # One batch per process. One step of data parallel training takes all of them.
+    data = _make_batches(process, name, world)
+    ids, targets = data.ids, data.targets
+    own, cost = slice(rank, rank + 1), (6 * SIZES[process.job.size].width, 1)
+    cut_ids, cut_targets = ([shard(x[0], process.mesh, cost=cost)] for x in (ids, targets))
+    everything = "one device, all batches"
+    _compare(
+        process,
+        name,
+        data.lengths,
+        [
+            Mode("one device", ids[:1], targets[:1], 1),
+            Mode(everything, ids, targets, world, is_timed=False),
+            Mode("data parallel, DDP", ids[own], targets[own], world, "DDP", everything),
+            Mode("data parallel, FSDP2", ids[own], targets[own], world, "FSDP2", everything),
+            Mode("context parallel, DDP", cut_ids, cut_targets, 1, "DDP", "one device"),
+        ],
+    )
+
+
+def mesh(process: Worker, name: str) -> None:
+    """Train a model on one device, and on a mesh of processes with FSDP2 over all of them.
+
+    One axis of the mesh has the batches. The rows of each batch are cut over the other axis.
+    """
+    num_parts, num_batches = process.job.mesh
+    axes = process.dist.device_mesh.init_device_mesh(
+        process.job.device, (num_batches, num_parts), mesh_dim_names=("data", "context")
+    )
+    data = _make_batches(process, name, num_batches)
+    index, cost = axes["data"].get_local_rank(), (6 * SIZES[process.job.size].width, 1)
+    cut_ids, cut_targets = (
+        [shard(x[index], axes["context"], cost=cost)] for x in (data.ids, data.targets)
+    )
+    peer = f"one device, {num_batches} batches"
+    name_of_mesh = f"context {num_parts} x data {num_batches}"
+    _compare(
+        process,
+        name,
+        data.lengths,
+        [
+            Mode("one device", data.ids[:1], data.targets[:1], 1),
+            Mode(peer, data.ids, data.targets, num_batches, is_timed=False),
+            Mode(name_of_mesh, cut_ids, cut_targets, num_batches, "FSDP2", peer),
+        ],
+    )
+
+
+def _make_batches(process: Worker, name: str, count: int) -> Batches:
+    """Return `count` batches of random tokens, equal on all processes."""
+    size, torch = SIZES[process.job.size], process.torch
+    is_large = sum(map(math.prod, models.shapes(size).values())) >= LARGE
+    total = (LARGE_TOKENS if is_large else TOKENS) // process.job.scale
+    median_length = max(16, 2048 // process.job.scale)
+    lengths = [total] if name == "one document" else log_normal(total, median_length, 1.5, 5)
+    generator = torch.Generator().manual_seed(0)
+    ids = []
+    for _ in range(count):
+        tokens = torch.randint(0, size.vocabulary, (total,), generator=generator)
+        ids.append(scree.from_lengths(tokens.to(process.device), lengths))
+    return Batches(lengths, ids, [scree.shift(x, -1, fill_value=-100) for x in ids])
+
+
+def _compare(process: Worker, name: str, lengths: list[int], modes: list[Mode]) -> None:
+    """Train in all modes; the efficiency is relative to the first."""
+    losses: dict[str, list[float]] = {}
+    total, base = sum(lengths), 0.0
+    case = {"model": process.job.size, "batch": name, "rows": len(lengths), "tokens": total}
+    for mode in modes:
+        # Each row has one token without a target.
+        values, losses[mode.name] = _train(process, mode, total - len(lengths))
+        gc.collect()  # wrapped modules have reference cycles
+        if not mode.is_timed:
+            continue
+        values["step_tokens"] = mode.num_batches * total / median(values["step_s"])
+        base = base or values["step_tokens"]
+        if mode.peer:
+            values["efficiency_share"] = values["step_tokens"] / base / process.world
+            pairs = zip(losses[mode.name], losses[mode.peer], strict=True)
+            values["loss_error"] = max(abs(a / b - 1) for a, b in pairs)
+        values["last_loss_value"] = losses[mode.name][-1]
+        process.row(case, f"scree, {mode.name}", **values)
+
+
+def _train(
+    process: Worker, mode: Mode, tokens_per_batch: int
+) -> tuple[dict[str, Any], list[float]]:
+    """Return the measurements of a mode, and the losses of its first steps."""
+    torch, size = process.torch, SIZES[process.job.size]
+    if process.job.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    module = _wrap(process, _make_module(size, process.job.device, process.dtype), mode.wrapper)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
+    count = tokens_per_batch * mode.num_batches
+    # DDP and FSDP2 take the mean over the processes.
+    factor = (process.world if mode.wrapper else 1) / count
+
+    def step() -> Any:
+        total = torch.zeros((), device=process.device)
+        for x, y in zip(mode.arrays, mode.targets, strict=True):
+            loss = module(x, y)
+            (loss * factor).backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total / count
+
+    first = torch.stack([step() for _ in range(LOSS_STEPS)])
+    if mode.wrapper:
+        process.dist.all_reduce(first)
+    values: dict[str, Any] = {}
+    if mode.is_timed:
+        times = process.times(step, "max" if mode.wrapper else "mean")
+        values = {
+            "step_s": times.seconds,
+            "step_host_s": times.host,
+            "slowest_rank_ratio": times.slowest_ratio,
+        }
+        if process.job.device == "cuda":
+            values["memory_bytes"] = float(torch.cuda.max_memory_allocated())
+    parameters = sum(x.numel() for x in module.parameters())
+    if mode.name == "data parallel, FSDP2" and parameters < LARGE:
+        values |= _checkpoint(process, module, optimizer, step)
+    return values, first.tolist()
+
+
+def _wrap(process: Worker, module: Any, wrapper: str) -> Any:
+    """Return a module whose gradients are means over all processes; "" for one device."""
+    torch = process.torch
+    if wrapper == "DDP":
+        return torch.nn.parallel.DistributedDataParallel(module)
+    if wrapper == "FSDP2":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        # Inputs of layers already have the dtype of the parameters.
+        policy = MixedPrecisionPolicy(
+            param_dtype=process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        # One gather per layer, which runs during the layer before it.
+        for layer in module.layers:
+            fully_shard(layer, mesh=process.mesh, mp_policy=policy)
+        fully_shard(module, mesh=process.mesh, mp_policy=policy)
+    return module
+
+
+def _checkpoint(
+    process: Worker, module: Any, optimizer: Any, step: Callable[[], Any]
+) -> dict[str, float]:
+    """Save and load a sharded checkpoint, and compare the losses of the next two steps."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    path = Path(process.file.name).parent / "checkpoint"
+    start = time.perf_counter()
+    state = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=path)
+    saved = time.perf_counter() - start
+    expected = [float(step()) for _ in range(2)]
+    start = time.perf_counter()
+    state = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    loaded = time.perf_counter() - start
+    actual = [float(step()) for _ in range(2)]
+    return {
+        "save_s": saved,
+        "load_s": loaded,
+        "checkpoint_bytes": float(sum(x.stat().st_size for x in path.glob("*"))),
+        "resumed_loss_error": max(abs(a / b - 1) for a, b in zip(actual, expected, strict=True)),
+    }
+
+
+def _loss(p: dict[str, Any], size: Size, ids: scree.Array, dtype: Any) -> Any:
+    """Return the sum of the losses of all tokens, with matrix products in `dtype`."""
+    targets = scree.shift(ids, -1, fill_value=-100)
+    p = {name: x.to(dtype) for name, x in p.items()}
+    x = models.hidden_states(p, size, ids)
+    return scree.linear_cross_entropy(x, p["embedding"], targets, reduction="sum")
+
+
+def _make_module(size: Size, device: str, dtype: Any) -> Any:
+    """Return a module that computes the sum of the losses, with one module per layer."""
+    import torch
+
+    class Parameters(torch.nn.Module):
+        """Parameters by name; `read` converts them to the dtype of matrix products."""
+
+        def __init__(self, parameters: dict[str, Any]) -> None:
+            super().__init__()
+            self.names = list(parameters)
+            for name, x in parameters.items():
+                # Names of parameters have no dots.
+                self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(x.detach()))
+
+        def read(self) -> dict[str, Any]:
+            return {name: getattr(self, name.replace(".", "_")).to(dtype) for name in self.names}
+
+    class Layer(Parameters):
+        def forward(self, tokens: scree.Array, branch: Any, residual: Any) -> Any:
+            return models.layer(self.read(), size, tokens, branch, residual)
+
+    class Model(Parameters):
+        def __init__(self, parameters: dict[str, Any]) -> None:
+            outer = {name: x for name, x in parameters.items() if not name[0].isdigit()}
+            super().__init__(outer)
+            layers = [models.layer_parameters(parameters, i) for i in range(size.layers)]
+            self.layers = torch.nn.ModuleList([Layer(x) for x in layers])
+
+        def forward(self, ids: scree.Array, targets: scree.Array) -> Any:
+            p = self.read()
+            x = models.hidden_states(p, size, ids, layers=list(self.layers))
+            return scree.linear_cross_entropy(x, p["embedding"], targets, reduction="sum")
+
+    return Model(models.parameters(size, device, torch.float32, 0))

@@ -1,0 +1,190 @@
+"""The base class of launch configs: the allocations of a call."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime.launch import contiguous, empty, on_device
+from .metadata import ALL_ROWS, AttentionSpec, HeadLayout, VarlenLayout, as_arguments
+from .tile_configs import FEW_QUERIES
+from .tile_scheduler import max_tiles
+
+#: The L2 cache of an H100 holds the keys and values of this many numbers, summed over heads.
+_L2_NUMBERS = 40_000_000
+
+
+def count_heads_in_l2(heads: int, limit: int) -> int:
+    """Return how many heads run concurrently: the largest divisor of `heads` up to `limit`.
+
+    The L2 cache holds the keys of few heads.
+    """
+    return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= limit)
+
+
+class LaunchConfig:
+    """The common part of launch configs: shapes, and the allocations of forward and backward."""
+
+    #: The maximum number of CTAs; persistent CTAs take one tile after another.
+    max_ctas = sys.maxsize
+    rows = ALL_ROWS
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, layouts: tuple[HeadLayout, ...]):
+        self.device, self.dtype = device, dtype
+        self.index = device.index if device.type == "cuda" else None
+        self.q, self.k, self.v = layouts
+        self.heads, self.k_heads = self.q.heads, self.k.heads
+        self.out_stride = self.heads * self.v.head_dim
+        self.empty = empty(device.type)
+
+    def _query_tiles(
+        self,
+        layout: VarlenLayout,
+        total_q: int,
+        block_m: int,
+        spec: AttentionSpec,
+        ctas_per_sm: int = 1,
+    ) -> tuple[torch.Tensor, int]:
+        """Return the schedule of query tiles and the number of CTAs."""
+        bound = max_tiles(total_q, layout.cu_seqlens_q.shape[0] - 1, block_m) * self.heads
+        tiles = layout.query_tiles(total_q, block_m, spec, self.rows)
+        return tiles, min(ctas_per_sm * self.max_ctas, bound)
+
+    def _key_tiles(
+        self,
+        layout: VarlenLayout,
+        total_k: int,
+        block_n: int,
+        spec: AttentionSpec,
+        ctas_per_sm: int = 1,
+        splits_per_khead: int = 1,
+    ) -> tuple[torch.Tensor, int]:
+        """Return the schedule of key tiles and the number of CTAs."""
+        heads = self.k_heads * splits_per_khead
+        bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * heads
+        tiles = layout.key_tiles(total_k, block_n, spec, self.rows)
+        return tiles, min(ctas_per_sm * self.max_ctas, bound)
+
+    def _has_few_queries(self, total_q: int) -> bool:
+        """Return whether the order of tiles matters more than hits in the L2 cache.
+
+        If so, no head waits for other heads, and the longest tiles of all heads come first.
+        """
+        return total_q * self.heads <= FEW_QUERIES
+
+    def _head_counts(
+        self, heads: int, tokens: int, few_queries: bool = False
+    ) -> tuple[int, int, int]:
+        """Return the query heads, the query heads per key head, and the heads that share the L2.
+
+        The last number is for `heads` heads that read `tokens` tokens each.
+        """
+        fitting = _L2_NUMBERS // max(tokens * (self.q.head_dim + self.v.head_dim), 1)
+        is_narrow = max(self.q.head_dim, self.v.head_dim) < 128
+        limit = heads if is_narrow or few_queries else 8
+        return (
+            self.heads,
+            self.heads // self.k_heads,
+            count_heads_in_l2(heads, max(min(fitting, limit), 4)),
+        )
+
+    def _reads_in_place(self, dout: torch.Tensor) -> bool:
+        """Return whether the kernels can read a gradient of the output without a copy."""
+        return dout.stride(2) == 1
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        layout: VarlenLayout,
+        spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output (total_q, heads, head_dim_v) and the log-sum-exp (heads, total_q)."""
+        run = self.prepare_forward(layout, q.shape[0], k.shape[0], spec)
+        return run(q, k, v, slopes, *as_arguments(seed))  # type: ignore[no-any-return]
+
+    def prepare_forward(
+        self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
+    ) -> Callable[..., Any]:
+        """Return a function of q, k, v and slopes that computes `forward` on these rows.
+
+        With dropout it takes the seed too, an int64 tensor of one element.
+        """
+        new = self.empty
+        out_like = *contiguous((total_q, self.heads, self.v.head_dim)), self.dtype
+        lse_like = *contiguous((self.heads, total_q)), torch.float32
+        launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
+
+        def run(q, k, v, slopes, *seed):
+            out, lse = new(*out_like), new(*lse_like)
+            launch(q, k, v, q if slopes is None else slopes, out, lse, *seed)
+            return out, lse
+
+        return on_device(self.index, run)
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        layout: VarlenLayout,
+        spec: AttentionSpec,
+        seed: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k and v, contiguous; dlse has the shape of lse."""
+        run = self.prepare_backward(layout, q.shape[0], k.shape[0], spec)
+        return run(q, k, v, slopes, out, lse, dout, dlse, *as_arguments(seed))  # type: ignore[no-any-return]
+
+    def prepare_backward(
+        self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
+    ) -> Callable[..., Any]:
+        """Return a function of the other arguments that computes `backward` on these rows."""
+        new, prepare = self.empty, self._backward(layout, total_q, total_k, spec)
+        dq_like, dk_like, dv_like = (
+            (*contiguous(shape), self.dtype)
+            for shape in (
+                (total_q, self.heads, self.q.head_dim),
+                (total_k, self.k_heads, self.q.head_dim),
+                (total_k, self.k_heads, self.v.head_dim),
+            )
+        )
+        stats_like = *contiguous((2, self.heads, total_q)), torch.float32
+        launches: dict[Any, Callable[..., None]] = {}
+
+        def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
+            if dout is None:
+                dout = torch.zeros_like(out)
+            strides = dout.stride(), None if dlse is None else dlse.stride()
+            launch = launches.get((*strides, dout.data_ptr() & 15))
+            if launch is None:
+                dout = dout if self._reads_in_place(dout) else dout.contiguous()
+                strides = dout.stride(), strides[1]
+                launch = launches[*strides, dout.data_ptr() & 15] = prepare(*strides)
+            dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
+            launch(
+                q,
+                k,
+                v,
+                q if slopes is None else slopes,
+                out,
+                lse,
+                dout,
+                lse if dlse is None else dlse,
+                stats,
+                dq,
+                dk,
+                dv,
+                *seed,
+            )
+            return dq, dk, dv
+
+        return on_device(self.index, run)

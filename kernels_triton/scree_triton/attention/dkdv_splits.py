@@ -1,0 +1,85 @@
+"""A cost model of dK and dV: into how many splits to divide the query heads of a key head."""
+
+from typing import NamedTuple
+
+from .metadata import AttentionSpec
+from .tile_scheduler import UNBOUNDED
+
+#: The cost model of `choose_splits`: operations per second and SM of dK and dV, and bytes of partial
+#: sums per second and seconds per launch of the kernel that adds them. Measured on an H200.
+_SPLIT_FLOPS, _SPLIT_BYTES, _SPLIT_SECONDS = 4.2e12, 2.5e12, 3e-6
+#: Seconds of a tile before and after its products, and queries per block.
+_TILE_SECONDS, _QUERY_BLOCK = 3e-6, 64
+
+
+class KeyTileWork(NamedTuple):
+    """The work of dK and dV for one query head, in pairs of query and key."""
+
+    longest: float
+    """The pairs of the tile with the most queries."""
+    total: float
+    """The pairs of all tiles."""
+    tiles: float
+    """The number of tiles."""
+
+
+def estimate_work(
+    num_rows: int, max_seqlen: int, total_q: int, total_k: int, tile_size: int, spec: AttentionSpec
+) -> KeyTileWork:
+    """Estimate the work of tiles of `tile_size` keys from the metadata on the host.
+
+    One row has the largest length, and the others are equal. Where the largest length is unknown,
+    it is four times the mean.
+    """
+    num_others = max(num_rows - 1, 1)
+    longest_rows = [
+        min(total, 4 * total / max(num_rows, 1) if max_seqlen >= UNBOUNDED else max_seqlen)
+        for total in (total_q, total_k)
+    ]
+    longest_q, longest_k = longest_rows
+    pairs = longest_q * longest_k + (total_q - longest_q) * (total_k - longest_k) / num_others
+    window_left, window_right, *_ = spec
+    if min(window_left, window_right) < UNBOUNDED:
+        # A causal mask leaves about half of the pairs.
+        reach = max(window_left, 0) + max(window_right, 0) + 1
+        pairs = min(pairs / 2, float(total_k * reach))
+        longest_q = min(longest_q, reach + tile_size)
+    # Masks and the ends of rows leave about one block of queries per tile in part unused.
+    tiles = max(total_k / tile_size + num_rows / 2, float(num_rows))
+    longest = (longest_q + _QUERY_BLOCK) * tile_size
+    return KeyTileWork(longest, pairs + tiles * _QUERY_BLOCK * tile_size, tiles)
+
+
+def choose_splits(
+    group: int, k_heads: int, total_k: int, dims: int, work: KeyTileWork, sm_count: int
+) -> int:
+    """Return into how many splits to divide the query heads of a key head in dK and dV.
+
+    More splits balance the load of the SMs better, and write more partial sums.
+
+    Parameters
+    ----------
+    group
+        Query heads per key head.
+    k_heads, total_k
+        Number of key heads, and of keys.
+    dims
+        head_dim of q and k plus head_dim of v.
+    work
+        Work of one query head, see `estimate_work`.
+    sm_count
+        Number of CTAs that run at once.
+    """
+    seconds = 4 * dims / _SPLIT_FLOPS
+    mean = work.total * seconds * k_heads * group / sm_count
+    costs = {}
+    for splits in (s for s in range(1, group + 1) if group % s == 0):
+        longest = work.longest * seconds * group / splits
+        tiles_per_sm = max(work.tiles * k_heads * splits / sm_count, 1.0)
+        # With few tiles per SM, the last CTA ends a part of the longest tile after the mean.
+        imbalance = longest / 4 * min(3 / tiles_per_sm, 1.0)
+        costs[splits] = max(longest, mean + imbalance) + tiles_per_sm * _TILE_SECONDS
+        if splits > 1:
+            costs[splits] += _SPLIT_SECONDS + 4 * splits * total_k * k_heads * dims / _SPLIT_BYTES
+    limit = 1.04 * min(costs.values())
+    return next(splits for splits, cost in costs.items() if cost <= limit)

@@ -1,0 +1,158 @@
+"""Metadata of an attention call: the mask and scale, the rows, and the shapes and strides."""
+
+from typing import NamedTuple
+
+import torch
+
+from .tile_configs import MERGED_SEQLEN
+from .tile_scheduler import UNBOUNDED, schedule_tiles
+
+LOG2E = 1.4426950408889634
+
+
+class AttentionSpec(NamedTuple):
+    """The window, the scale, the softcap and the dropout in plain numbers.
+
+    An open side of the window is `UNBOUNDED`; softcap 0 means none. The probability of dropout is
+    ``dropout / 2**16``.
+    """
+
+    window_left: int
+    window_right: int
+    scale: float
+    softcap: float
+    dropout: int = 0
+
+
+def to_base2(spec: AttentionSpec) -> tuple[int, int, float, float]:
+    """Return the window, and the factors of the scores before and after the softcap.
+
+    The last factor that a kernel applies includes log2(e).
+    """
+    window_left, window_right, scale, softcap, _ = spec
+    if softcap:
+        return window_left, window_right, scale / softcap, softcap * LOG2E
+    return window_left, window_right, scale * LOG2E, 0.0
+
+
+class Rows(NamedTuple):
+    """The rows that a launch config processes, see `schedule_tiles`."""
+
+    min_length: int = 0
+    merged: bool = False
+
+
+#: Short rows, and the other rows, of a batch whose short rows share tiles.
+SHORT_ROWS, OTHER_ROWS = Rows(merged=True), Rows(min_length=MERGED_SEQLEN + 1)
+ALL_ROWS = Rows()
+
+
+class VarlenLayout(NamedTuple):
+    """The rows of queries and keys.
+
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_k
+        The offsets of the rows of the queries and of the keys.
+    cache
+        The dict in which tile schedules are kept, or None. It belongs to the rows of the queries
+        and to the current stream, see `scree.layout.Layout.cache`.
+    max_seqlen
+        A bound on the rows' lengths that is known without reading the offsets.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    cache: dict | None
+    max_seqlen: int = UNBOUNDED
+
+    def query_key(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
+        """Return the key of a schedule of query tiles in the cache."""
+        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], *rows
+
+    def key_key(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    ) -> tuple:
+        """Return the key of a schedule of key tiles in the cache.
+
+        For keys, the left and right sides of the window are swapped.
+        """
+        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], *rows
+
+    def query_tiles(
+        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
+        """Return the schedule of query tiles."""
+        key = self.query_key(total_q, block_m, spec, rows)
+        cached = self.cache.get(key) if self.cache else None
+        return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
+
+    def key_tiles(
+        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
+    ) -> torch.Tensor:
+        """Return the schedule of key tiles."""
+        if rows.merged and self.cu_seqlens_k is self.cu_seqlens_q:
+            # The schedule of the queries has the same groups; the window affects only their order.
+            return self.query_tiles(total_k, block_n, spec, rows)
+        key = self.key_key(total_k, block_n, spec, rows)
+        cached = self.cache.get(key) if self.cache else None
+        return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
+
+    def _schedule(
+        self, key: tuple, cu_seqlens: torch.Tensor, other_cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        tiles = schedule_tiles(cu_seqlens, other_cu_seqlens, *key[2:])
+        if self.cache is not None:
+            # The keys' offsets are kept with the schedule, so that no other object gets their id.
+            same = self.cu_seqlens_k is self.cu_seqlens_q
+            self.cache[key] = tiles, None if same else self.cu_seqlens_k
+        return tiles
+
+
+class HeadLayout(NamedTuple):
+    """The static part of a tensor's shape and strides: everything but the number of tokens."""
+
+    heads: int
+    head_dim: int
+    token_stride: int
+    head_stride: int
+
+
+def as_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of a prepared function after its others: the seed, if there is one."""
+    return () if seed is None else (seed,)
+
+
+def slope_axes(slopes: torch.Tensor | None) -> int:
+    """Return the number of axes of ALiBi slopes; 0 for none."""
+    return 0 if slopes is None else slopes.ndim
+
+
+def is_tma_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether the tensors' addresses have the alignment that TMA needs."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+
+
+def is_tma_addressable(x: torch.Tensor) -> bool:
+    """Return whether TMA can address values (total, heads, dim)."""
+    return are_strides_tma_addressable(x.stride(0), x.stride(1), x.shape[1])
+
+
+def are_strides_tma_addressable(token_stride: int, head_stride: int, heads: int) -> bool:
+    """Return whether TMA can address a tensor.
+
+    Its strides must be multiples of 16 bytes and within the range of TMA coordinates.
+    """
+    return (
+        token_stride % 8 == 0
+        and head_stride % 8 == 0
+        and 0 < token_stride < 1 << 31
+        and 0 < heads * head_stride < 1 << 31
+    )
+
+
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Return whether products may round float32 to tf32."""
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"

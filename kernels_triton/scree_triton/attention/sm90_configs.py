@@ -1,0 +1,598 @@
+"""Launch configs of the Gluon kernels on Hopper."""
+
+from typing import Any
+
+import torch
+import triton
+
+from ..runtime.device import device_info
+from ..runtime.launch import Launch, bind_launch, contiguous, ragged
+from . import sum_splits
+from .arguments import (
+    BackwardNumbers,
+    DkdvArgs,
+    DkdvNumbers,
+    DkdvStrides,
+    DqArgs,
+    DqNumbers,
+    DqStrides,
+    Float32DkdvArgs,
+    Float32DqArgs,
+    Float32ForwardArgs,
+    Float32ForwardStrides,
+    ForwardArgs,
+    ForwardNumbers,
+    ForwardStrides,
+    SplitArgs,
+    SplitDoutArgs,
+    SumSplitsArgs,
+)
+from .base_config import LaunchConfig, count_heads_in_l2
+from .dkdv_splits import choose_splits, estimate_work
+from .metadata import (
+    ALL_ROWS,
+    AttentionSpec,
+    HeadLayout,
+    Rows,
+    VarlenLayout,
+    are_strides_tma_addressable,
+    to_base2,
+)
+from .tile_configs import SM90_TILES, head_parts, sm90_tiles
+
+#: Elements per CTA of the kernel that sums over splits.
+_SUM_BLOCK = 1024
+
+
+def _descriptor(layout: HeadLayout) -> Any:
+    """Return the ragged descriptor of values with this layout, in parts of a head."""
+    return ragged(*layout, *head_parts(layout.head_dim))
+
+
+def _initial_registers(ctas_per_sm: int, consumers: int) -> int:
+    """Return the registers per thread at launch.
+
+    `ctas_per_sm` CTAs share an SM, each with a producer and `consumers` consumers of 4 warps each.
+    """
+    return 512 // (ctas_per_sm * (consumers + 1)) // 8 * 8
+
+
+class Sm90Config(LaunchConfig):
+    """Launch config of the half-precision Gluon kernels on Hopper, with persistent CTAs."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        layouts: tuple[HeadLayout, ...],
+        causal: bool,
+        window: bool,
+        softcap: bool,
+        alibi: bool,
+        same_offsets: bool,
+        small_batch: bool,
+        long_rows: bool,
+        rows: Rows = ALL_ROWS,
+    ):
+        from ..sm90 import pipeline
+        from . import dkdv_sm90, dq_sm90, forward_sm90
+
+        super().__init__(device, dtype, layouts)
+        block_d, parts = head_parts(self.q.head_dim)
+        block_dv, parts_v = head_parts(self.v.head_dim)
+        width = max(block_d * parts, block_dv * parts_v)
+        # Softcap and ALiBi are compiled only together with a window, which may be unbounded.
+        window = window or softcap or alibi
+        causal = causal and not window
+        self.counter = pipeline.tile_counter
+        self.rows = rows
+        self.tiles = sm90_tiles(
+            2, self.q.head_dim, self.v.head_dim, small_batch, long_rows, rows.merged
+        )
+        self.max_ctas = device_info(device).sm_count
+        self.descriptors = tuple(_descriptor(x) for x in layouts)
+        self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
+        values = dict(HEAD_DIM_V=self.v.head_dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
+        features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
+        self.forward_heads_in_l2 = count_heads_in_l2(self.heads, 4 if width >= 128 else 8)
+        m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
+        # Whether the kernel writes the output through the descriptor, instead of the pointer.
+        self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
+        self.forward_launch = Launch(
+            forward_sm90.attention_forward_sm90_kernel,
+            dict(
+                BLOCK_M=m,
+                BLOCK_N=n,
+                HEAD_DIM=self.q.head_dim,
+                **values,
+                STAGES=stages,
+                Q_STAGES=own_stages,
+                STORE_IN_Q_SMEM=self.stores_by_tma,
+                CONSUMERS=m // 64,
+                SAME_OFFSETS=same_offsets and causal,
+                MERGED=rows.merged,
+                **features,
+            ),
+            dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
+            (64, n, n, 64),
+            args=ForwardArgs,
+            unwritten=("OUT",) if self.stores_by_tma else ("o_desc",),
+        )
+        values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
+        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
+        self.dq_launches = [
+            Launch(
+                dq_sm90.attention_dq_sm90_kernel,
+                dict(
+                    BLOCK_M=m,
+                    BLOCK_N=n,
+                    **values,
+                    STAGES=stages,
+                    Q_STAGES=own_stages,
+                    CONSUMERS=m // 64,
+                    MERGED=rows.merged,
+                    **features,
+                    HAS_DLSE=x,
+                    PING_PONG=m // 64 if ping_pong else 1,
+                ),
+                dict(
+                    num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64), launch_pdl=True
+                ),
+                (64, n, n, 64, 64),
+                args=DqArgs,
+            )
+            for x in (False, True)
+        ]
+        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dkdv
+        # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
+        self.dkdv_launches, self.dkdv_split_launches = (
+            [
+                Launch(
+                    dkdv_sm90.attention_dkdv_sm90_kernel,
+                    dict(
+                        BLOCK_M=m,
+                        BLOCK_N=n,
+                        **values,
+                        HAS_DK=dk,
+                        HAS_DV=dv,
+                        STAGES=stages,
+                        K_STAGES=own_stages,
+                        CONSUMERS=n // 64,
+                        MERGED=rows.merged,
+                        **features,
+                        KV_IN_REGISTERS=width == 64 and causal and not rows.merged,
+                        SKIP_BLOCKS=width != 128,
+                        IN_FLOAT32=in_float32,
+                        PING_PONG=n // 64 if ping_pong else 1,
+                    ),
+                    dict(
+                        num_warps=4,
+                        maxnreg=_initial_registers(ctas_per_sm, n // 64),
+                        launch_pdl=True,
+                    ),
+                    (m, 64, 64, m),
+                    args=DkdvArgs,
+                )
+                for dk, dv in (
+                    [(True, False), (False, True)] if self.tiles.split_dkdv else [(True, True)]
+                )
+            ]
+            for in_float32 in (False, True)
+        )
+        #: Splits per key head -> the launch that sums over the splits.
+        self.sum_splits_launches: dict[int, Launch] = {}
+
+    def _count_splits(
+        self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
+    ) -> int:
+        """Return the number of splits of the query heads that share a key head."""
+        if self.rows != ALL_ROWS:  # sums over the splits of all rows, of which this config has some
+            return 1
+        num_rows = layout.cu_seqlens_q.shape[0] - 1
+        group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
+        block_n = self.tiles.dkdv.block_n
+        work = estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec)
+        return choose_splits(group, self.k_heads, total_k, dims, work, self.max_ctas)
+
+    def _sum_splits_launch(self, splits_per_khead: int) -> Launch:
+        """Return the launch that sums dk and dv over so many splits per key head."""
+        launch = self.sum_splits_launches.get(splits_per_khead)
+        if launch is None:
+            launch = self.sum_splits_launches[splits_per_khead] = Launch(
+                sum_splits.attention_sum_splits_kernel,
+                dict(
+                    NUM_SPLITS=splits_per_khead,
+                    HEAD_DIM=self.q.head_dim,
+                    HEAD_DIM_V=self.v.head_dim,
+                    BLOCK=_SUM_BLOCK,
+                    DEPENDENT=True,
+                ),
+                dict(num_warps=4, launch_pdl=True),
+                args=SumSplitsArgs,
+            )
+        return launch
+
+    def _reads_in_place(self, dout: torch.Tensor) -> bool:
+        token_stride, head_stride, last_stride = dout.stride()
+        return (
+            last_stride == 1
+            and dout.data_ptr() & 15 == 0
+            and are_strides_tma_addressable(token_stride, head_stride, self.heads)
+        )
+
+    def _forward(self, layout, total_q, spec):
+        counter, device = self.counter, self.device
+        out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
+        q_desc, k_desc, v_desc = self.descriptors
+        tile = self.tiles.forward
+        tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
+        strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
+        heads_in_l2 = self.heads if self._has_few_queries(total_q) else self.forward_heads_in_l2
+        numbers = ForwardNumbers(
+            total_q, self.heads, self.heads // self.k_heads, heads_in_l2, *to_base2(spec)
+        )
+        launch = bind_launch(
+            self.forward_launch,
+            ctas,
+            ForwardArgs,
+            q_desc=q_desc,
+            k_desc=k_desc,
+            v_desc=v_desc,
+            o_desc=_descriptor(out_layout),
+            TILES=tiles,
+            **strides._asdict(),
+            **numbers._asdict(),
+        )
+
+        # The kernel writes the output through the descriptor or through the pointer, and the other
+        # one needs a tensor as well. This is q: TMA can address it, and a launch that is recorded
+        # must not have memory that it writes as two arguments.
+        by_tma = self.stores_by_tma
+
+        def run(q, k, v, slopes, out, lse):
+            launch(
+                q_desc=q,
+                k_desc=k,
+                v_desc=v,
+                o_desc=out if by_tma else q,
+                SLOPES=slopes,
+                OUT=q if by_tma else out,
+                LSE=lse,
+                COUNTER=counter(device),
+            )
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        stats_stride, base2_spec = self.heads * total_q, to_base2(spec)
+        counter, device, k_heads = self.counter, self.device, self.k_heads
+        dq, dkdv = self.tiles.dq, self.tiles.dkdv
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
+        splits = self._count_splits(layout, total_q, total_k, spec)
+        key_tiles, dkdv_ctas = self._key_tiles(
+            layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm, splits
+        )
+        dkdv_launches = self.dkdv_launches if splits == 1 else self.dkdv_split_launches
+        few_queries = self._has_few_queries(total_q)
+        *_, heads_in_l2 = self._head_counts(k_heads * splits, total_q, few_queries)
+        dkdv_numbers = DkdvNumbers(
+            total_q,
+            stats_stride,
+            self.heads,
+            self.heads // (k_heads * splits),
+            splits,
+            heads_in_l2,
+            *base2_spec,
+        )
+        k_rows, new = total_k * k_heads, self.empty
+        dk_like, dv_like = (
+            (*contiguous((k_rows, splits, x.head_dim)), torch.float32) for x in (self.q, self.v)
+        )
+        if splits > 1:
+            sum_ctas = sum(triton.cdiv(k_rows * x.head_dim, _SUM_BLOCK) for x in (self.q, self.v))
+            sum_launch = bind_launch(
+                self._sum_splits_launch(splits), sum_ctas, SumSplitsArgs, rows=k_rows
+            )
+
+        def prepare(dout_strides, dlse_strides):
+            stride_dom, stride_doh, _ = dout_strides
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
+            heads, head_dim = self.heads, self.q.head_dim
+            dout_layout = HeadLayout(heads, self.v.head_dim, stride_dom, stride_doh)
+            dq_layout = HeadLayout(heads, head_dim, heads * head_dim, head_dim)
+            q_desc, k_desc, v_desc = self.descriptors
+            descriptors = dict(
+                q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, do_desc=_descriptor(dout_layout)
+            )
+            dq_strides = DqStrides(
+                *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
+            )
+            dq_numbers = DqNumbers(
+                stride_dlsem,
+                stride_dlseh,
+                total_q,
+                stats_stride,
+                *self._head_counts(heads, total_k, few_queries),
+                *base2_spec,
+            )
+            dkdv_strides = DkdvStrides(
+                *self.head_strides,
+                stride_doh=stride_doh,
+                stride_dkn=k_heads * splits * head_dim,
+                stride_dvn=k_heads * splits * self.v.head_dim,
+            )
+            dq_launch = bind_launch(
+                self.dq_launches[dlse_strides is not None],
+                dq_ctas,
+                DqArgs,
+                **descriptors,
+                dq_desc=_descriptor(dq_layout),
+                TILES=query_tiles,
+                **dq_strides._asdict(),
+                **dq_numbers._asdict(),
+            )
+            bound_dkdv_launches = [
+                bind_launch(
+                    launch,
+                    dkdv_ctas,
+                    DkdvArgs,
+                    **descriptors,
+                    TILES=key_tiles,
+                    **dkdv_strides._asdict(),
+                    **dkdv_numbers._asdict(),
+                )
+                for launch in dkdv_launches
+            ]
+
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                count = counter(device)
+                dq_launch(
+                    q_desc=q,
+                    k_desc=k,
+                    v_desc=v,
+                    do_desc=dout,
+                    dq_desc=dq,
+                    SLOPES=slopes,
+                    OUT=out,
+                    LSE=lse,
+                    DLSE=dlse,
+                    STATS=stats,
+                    COUNTER=count,
+                )
+                dk_splits, dv_splits = (new(*dk_like), new(*dv_like)) if splits > 1 else (dk, dv)
+                for launch in bound_dkdv_launches:
+                    launch(
+                        q_desc=q,
+                        k_desc=k,
+                        v_desc=v,
+                        do_desc=dout,
+                        SLOPES=slopes,
+                        STATS=stats,
+                        DK=dk_splits,
+                        DV=dv_splits,
+                        COUNTER=count,
+                    )
+                if splits > 1:
+                    sum_launch(DK_SPLITS=dk_splits, DV_SPLITS=dv_splits, DK=dk, DV=dv)
+
+            return run
+
+        return prepare
+
+
+class Sm90MixedConfig(LaunchConfig):
+    """Launch config of two launches per kernel: short rows, which share tiles, and other rows."""
+
+    def __init__(self, short: Sm90Config, other: Sm90Config):
+        super().__init__(short.device, short.dtype, (short.q, short.k, short.v))
+        self.short, self.other = short, other
+        self._reads_in_place = other._reads_in_place
+
+    def _forward(self, layout, total_q, spec):
+        short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+
+        def run(*args):
+            other(*args)
+            short(*args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        prepare_short, prepare_other = (
+            x._backward(layout, total_q, total_k, spec) for x in (self.short, self.other)
+        )
+
+        def prepare(*strides):
+            short, other = prepare_short(*strides), prepare_other(*strides)
+
+            def run(*args):
+                other(*args)
+                short(*args)
+
+            return run
+
+        return prepare
+
+
+class Bf16x3Config(LaunchConfig):
+    """Launch config of the float32 Gluon kernels on Hopper, which split operands into bfloat16."""
+
+    #: Heads of tokens that one CTA of a splitting kernel takes.
+    BLOCK = 32
+
+    def __init__(
+        self,
+        device: torch.device,
+        layouts: tuple[HeadLayout, ...],
+        causal: bool,
+        window: bool,
+        softcap: bool,
+        alibi: bool,
+    ):
+        from ..sm90 import pipeline
+        from . import bf16x3, float32_sm90
+
+        super().__init__(device, torch.float32, layouts)
+        dim, count = self.q.head_dim, bf16x3.TERMS.value
+        self.counter, self.terms = pipeline.tile_counter, count
+        self.tiles = SM90_TILES[4, dim]
+        self.max_ctas = device_info(device).sm_count
+        # The terms of a head are adjacent. dout has the layout of q.
+        split = [ragged(count * x.heads, dim, count * x.heads * dim, dim) for x in layouts]
+        self.descriptors = *split, split[0]
+        self.forward_descriptors = ragged(*self.q), *split[1:]
+        window = window or softcap or alibi
+        features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
+        constants, options = dict(HEAD_DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
+        self.split_launch = Launch(
+            bf16x3.attention_split_kernel, constants, options, args=SplitArgs
+        )
+        self.split_dout_launches = [
+            Launch(
+                bf16x3.attention_split_dout_kernel,
+                dict(**constants, HAS_DLSE=x),
+                options,
+                args=SplitDoutArgs,
+            )
+            for x in (False, True)
+        ]
+        options = dict(num_warps=4, maxnreg=_initial_registers(1, 2))
+        m, n, stages, *_ = self.tiles.forward
+        self.forward_launch = Launch(
+            float32_sm90.attention_forward_float32_sm90_kernel,
+            dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
+            options,
+            (m // 2, n, n),
+            args=Float32ForwardArgs,
+        )
+        m, n, stages, *_ = self.tiles.dq
+        self.dq_launch = Launch(
+            float32_sm90.attention_dq_float32_sm90_kernel,
+            dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
+            options,
+            (m // 2, n, n, m // 2),
+            args=Float32DqArgs,
+        )
+        m, n, stages, *_ = self.tiles.dkdv
+        self.dkdv_launch = Launch(
+            float32_sm90.attention_dkdv_float32_sm90_kernel,
+            dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
+            options,
+            (m, n // 2, n // 2, m),
+            args=Float32DkdvArgs,
+        )
+
+    def _empty_terms(self, x: torch.Tensor) -> torch.Tensor:
+        total, heads, dim = x.shape
+        heads *= self.terms
+        return self.empty((total, heads, dim), (heads * dim, dim, 1), torch.bfloat16)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the bfloat16 terms of a float32 tensor."""
+        terms, (total, heads, _) = self._empty_terms(x), x.shape
+        self.split_launch(
+            triton.cdiv(total * heads, self.BLOCK),
+            SplitArgs(
+                X=x,
+                SPLIT=terms,
+                stride_xt=x.stride(0),
+                stride_xh=x.stride(1),
+                total=total,
+                heads=heads,
+            ),
+        )
+        return terms
+
+    def _forward(self, layout, total_q, spec):
+        counter, device, split = self.counter, self.device, self._split
+        q_desc, k_desc, v_desc = self.forward_descriptors
+        tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
+        strides = Float32ForwardStrides(self.q.head_stride, self.out_stride)
+        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *to_base2(spec))
+        launch = bind_launch(
+            self.forward_launch,
+            ctas,
+            Float32ForwardArgs,
+            q_desc=q_desc,
+            k_desc=k_desc,
+            v_desc=v_desc,
+            TILES=tiles,
+            **strides._asdict(),
+            **numbers._asdict(),
+        )
+
+        def run(q, k, v, slopes, out, lse):
+            launch(
+                q_desc=q,
+                k_desc=split(k),
+                v_desc=split(v),
+                SLOPES=slopes,
+                OUT=out,
+                LSE=lse,
+                COUNTER=counter(device),
+            )
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        stats_stride, base2_spec = self.heads * total_q, to_base2(spec)
+        counter, device, split = self.counter, self.device, self._split
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
+        key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
+        stride_dqm, stride_dkn = self.out_stride, self.k_heads * self.q.head_dim
+        dq_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.heads, total_k), *base2_spec
+        )
+        dkdv_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
+        )
+
+        def prepare(dout_strides, dlse_strides):
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
+            stride_dom, stride_doh, _ = dout_strides
+            names = "q_desc", "k_desc", "v_desc", "do_desc"
+            descriptors = dict(zip(names, self.descriptors, strict=True))
+            split_dout_launch = bind_launch(
+                self.split_dout_launches[dlse_strides is not None],
+                triton.cdiv(stats_stride, self.BLOCK),
+                SplitDoutArgs,
+                stride_dom=stride_dom,
+                stride_doh=stride_doh,
+                stride_dlsem=stride_dlsem,
+                stride_dlseh=stride_dlseh,
+                total_q=total_q,
+                stats_stride=stats_stride,
+                heads=self.heads,
+            )
+            dq_launch = bind_launch(
+                self.dq_launch,
+                dq_ctas,
+                Float32DqArgs,
+                **descriptors,
+                TILES=query_tiles,
+                stride_dqm=stride_dqm,
+                **dq_numbers._asdict(),
+            )
+            dkdv_launch = bind_launch(
+                self.dkdv_launch,
+                dkdv_ctas,
+                Float32DkdvArgs,
+                **descriptors,
+                TILES=key_tiles,
+                stride_dkn=stride_dkn,
+                **dkdv_numbers._asdict(),
+            )
+
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                split_dout = self._empty_terms(dout)
+                split_dout_launch(
+                    OUT=out, DO=dout, LSE=lse, DLSE=dlse, STATS=stats, SPLIT=split_dout
+                )
+                count = counter(device)
+                terms = dict(q_desc=split(q), k_desc=split(k), v_desc=split(v), do_desc=split_dout)
+                dq_launch(**terms, SLOPES=slopes, STATS=stats, DQ=dq, COUNTER=count)
+                dkdv_launch(**terms, SLOPES=slopes, STATS=stats, DK=dk, DV=dv, COUNTER=count)
+
+            return run
+
+        return prepare
