@@ -5,6 +5,7 @@ the standard implementations, from the arrays that the backward kernels read.
 """
 
 from functools import partial
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,10 @@ KERNELS = {
         "segment_partition_starts_kernel", "segment_part_kernel",
     ] + ["segment_partition_kernel", "segment_part_kernel"],
     "cumulative_sum": ["segment_wide_partition_kernel"] * 2,
+    "product of groups": [
+        "grouped_product_sm90_kernel", "grouped_product_sm90_kernel", "grouped_weight_sm90_kernel",
+    ],
+    "linear_cross_entropy": ["cross_entropy_tokens_kernel"] * 2,
     "cross_entropy, mean of each row": [
         "cross_entropy_tokens_kernel", "loss_rows_kernel", "loss_rows_kernel",
         "cross_entropy_tokens_kernel",
@@ -147,7 +152,12 @@ def check_transforms():
             raise AssertionError(f"not refused: {sentence}")
 
 
-def check_shard_map():
+def gradients_of_halves():
+    offsets, x, w = inputs_of(CASES["rms_norm"])
+    return [jax.jit(jax.grad(rms_norm_loss, (0, 1)))(y, w, offsets) for y in (x, 2 * x)]
+
+
+def check_shard_map(expected):
     """Norm weights are the same on all devices, and their gradients are sums over the devices."""
     offsets, x, w = inputs_of(CASES["rms_norm"])
     mesh, spec = Mesh(np.array(jax.devices()), "batch"), PartitionSpec("batch")
@@ -161,9 +171,23 @@ def check_shard_map():
     )
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     dx, dw = gradient(batch, w, all_offsets)
-    halves = [jax.jit(jax.grad(rms_norm_loss, (0, 1)))(y, w, offsets) for y in (x, 2 * x)]
-    np.testing.assert_allclose(dx, jnp.concatenate([h[0] for h in halves]), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(dw, halves[0][1] + halves[1][1], rtol=1e-5, atol=1e-6)
+    (dx0, dw0), (dx1, dw1) = expected
+    np.testing.assert_allclose(dx, jnp.concatenate([dx0, dx1]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dw, dw0 + dw1, rtol=1e-5, atol=1e-6)
+
+
+def check_automatic_partitioning_is_refused():
+    _, x, _ = inputs_of(CASES["rms_norm"])
+    refused = "XLA cannot split the Triton kernels between devices"
+    try:
+        jax.jit(lambda x: scree.rms_norm(x, kernel="triton_jax"))(x)
+    except ValueError as error:
+        assert refused in str(error), error
+    else:
+        raise AssertionError("automatic partitioning was not refused")
+    split = jax.NamedSharding(Mesh(np.array(jax.devices()), "tokens"), PartitionSpec("tokens"))
+    rejected = scree.explain("rms_norm", jax.device_put(x, split)).rejected["triton_jax"]
+    assert rejected == "the Triton kernels take arrays on one device"
 
 
 def check_refusals():
@@ -196,14 +220,17 @@ def main():
     devices.PLATFORMS = ("cpu",)
     scree.namespace(jnp.zeros(1))
     scree_triton.jax.register_operations()
-    for name, kernels in KERNELS.items():
-        check_launches(name, kernels)
-    check_decoding()
-    for name in ON_CPU:
-        check_gradient_on_cpu(name)
-    check_transforms()
-    check_shard_map()
-    check_refusals()
+    with patch.object(jax, "device_count", lambda: 1):
+        for name, kernels in KERNELS.items():
+            check_launches(name, kernels)
+        check_decoding()
+        for name in ON_CPU:
+            check_gradient_on_cpu(name)
+        check_transforms()
+        check_refusals()
+        expected = gradients_of_halves()
+    check_shard_map(expected)
+    check_automatic_partitioning_is_refused()
     print("passed")
 
 

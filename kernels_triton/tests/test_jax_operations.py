@@ -26,7 +26,9 @@ TAIL = 3
 
 @pytest.fixture(autouse=True)
 def kernels_for_jax(monkeypatch, isolated_registry):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     if not INTERPRETED:
+        scree.namespace(jnp.zeros(1))
         scree_triton.jax.register()
         return
     describe_meta(Device("cpu", (8, 0), 3, 0, 0))
@@ -46,6 +48,8 @@ class Case(NamedTuple):
     lengths: list[int] = LENGTHS
     per_row: bool = False
     dtype: Any = jnp.float32
+    others_per_row: bool = False
+    """Whether the other arrays have one entry per row."""
 
 
 def rms_norm(x, *weight):
@@ -139,6 +143,14 @@ CASES = {
         lambda x: scree.cross_entropy(x, targets(x), reduction="row_mean"),
         lambda x: losses(x).mean(0), per_row=True,
     ),
+    "linear_cross_entropy": Case(
+        lambda x, w: scree.linear_cross_entropy(x, w, targets(x), reduction="none").values,
+        lambda x, w: losses(x @ w.T), others=((24, 24),),
+    ),
+    "product of groups": Case(
+        lambda x, w: xp(x).matmul(x, w).values, torch.matmul, (32,), ((4, 32, 16),),
+        others_per_row=True,
+    ),
     "softmax, a row cut into parts": Case(
         lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0), (), lengths=[17, 9000]
     ),
@@ -170,7 +182,10 @@ def offsets_of(lengths):
 def expected(case, arrays):
     """Return the result, and the gradients of all arrays for random gradients of the result."""
     x, *others = (torch.tensor(a, requires_grad=True) for a in arrays)
-    rows = [case.row(row, *others) for row in split(x, case.lengths)]
+    rows = [
+        case.row(row, *(y[i] if case.others_per_row else y for y in others))
+        for i, row in enumerate(split(x, case.lengths))
+    ]
     out = torch.stack(rows) if case.per_row else torch.cat(rows)
     dout = np.random.default_rng(1).standard_normal(out.shape)
     grads = torch.autograd.grad(out, (x, *others), torch.tensor(dout))
@@ -283,3 +298,13 @@ def test_append_paged_writes_tokens_and_keeps_its_arguments():
         for token, (row, position) in enumerate([(0, 7), (0, 8), (1, 40)]):
             expected[table[row, position // 4], position % 4] = tokens[token]
         compare(out, expected.astype(np.float64), 2e-6)
+
+
+def test_arrays_of_torch_are_rejected_with_a_sentence():
+    offsets = torch.as_tensor([0, 2, 3], dtype=torch.int32)
+    rows = scree.Array(torch.ones(3, 4), offsets)
+    for name, *arguments in (("softmax", rows), ("rms_norm", rows.values), ("sum", rows)):
+        options = dict(axis=1) if name == "sum" else {}
+        rejected = scree.explain(name, *arguments, **options).rejected["triton_jax"]
+        assert rejected == "the Triton kernels for JAX take arrays of JAX"
+    assert xp(rows).sum(rows, axis=1).tolist() == [[2.0] * 4, [1.0] * 4]

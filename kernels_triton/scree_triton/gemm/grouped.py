@@ -38,6 +38,8 @@ from ..runtime.launch import (
     Number,
     Pointer,
     Stride,
+    Written,
+    WrittenDescriptor,
     launch_args,
     launch_on_device,
 )
@@ -256,7 +258,7 @@ class TiledArgs:
 
     X: Descriptor
     W: Descriptor
-    OUT: Descriptor
+    OUT: WrittenDescriptor
     OFFSETS: Pointer
     n: Number
     total: Number
@@ -268,7 +270,7 @@ class TiledWeightArgs:
 
     X: Descriptor
     DY: Descriptor
-    DW: Pointer
+    DW: Written
     OFFSETS: Pointer
     unused: Number
 
@@ -279,7 +281,7 @@ class ProductArgs:
 
     X: Pointer
     W: Pointer
-    OUT: Pointer
+    OUT: Written
     OFFSETS: Pointer
     x_stride: Stride
     w_group: Stride
@@ -296,7 +298,7 @@ class WeightArgs:
 
     X: Pointer
     DY: Pointer
-    DW: Pointer
+    DW: Written
     OFFSETS: Pointer
     x_stride: Stride
     dy_stride: Stride
@@ -389,7 +391,8 @@ def _tiled_weight_launch(
 
 @cache
 def _supports_tiled(device: torch.device) -> bool:
-    return INTERPRETED or device_info(device).has_large_shared_memory
+    info = device_info(device)
+    return INTERPRETED or (info.has_large_shared_memory and info.has_descriptors)
 
 
 @cache

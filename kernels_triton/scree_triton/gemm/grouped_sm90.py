@@ -28,7 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..runtime.descriptors import boxed, ragged_shape
 from ..runtime.device import device_info
-from ..runtime.launch import Descriptor, Launch, Number, Pointer, launch_args, launch_on_device
+from ..runtime.launch import (
+    Descriptor,
+    Launch,
+    Number,
+    Pointer,
+    Written,
+    WrittenDescriptor,
+    launch_args,
+    launch_on_device,
+)
 from ..sm90.pipeline import (
     RAGGED_EXTENT,
     allocate_barriers,
@@ -588,9 +597,9 @@ class ProductArgs:
 
     xd: Descriptor
     wd: Descriptor
-    outd: Descriptor
+    outd: WrittenDescriptor
     OFFSETS: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     n: Number
     total: Number
     k: Number
@@ -603,9 +612,9 @@ class WeightArgs:
 
     xd: Descriptor
     dyd: Descriptor
-    dwd: Descriptor
+    dwd: WrittenDescriptor
     OFFSETS: Pointer
-    COUNTER: Pointer
+    COUNTER: Written
     n: Number
     k: Number
     m: Number

@@ -29,7 +29,7 @@ from scree.layout import Layout
 
 from .. import KERNELS
 from ..runtime.recording import RecordedLaunch, Recording, record
-from .devices import capability, rejects_arrays
+from .devices import capability, rejects_arrays, rejects_partitioning
 from .primitive import define_primitive
 from .triton_call import TORCH_DTYPES, array_type, memory_of, run_recording
 
@@ -51,6 +51,7 @@ TABLE: dict[str, Entry] = {
     "append_paged": Entry(has_gradient=False),
     "cross_entropy": Entry(),
     # With a residual the second result is the sum that is normalized.
+    "grouped_matmul": Entry(),
     "layer_norm": Entry(first_array=lambda results: results[-1]),
     "log_softmax": Entry(first_array=lambda results: results[0]),
     "logsumexp": Entry(),
@@ -107,6 +108,17 @@ def _attributes(record_type: type) -> dict[str, bool]:
     arguments = {field.name for field in fields(record_type) if field.init}
     slots = (x for base in record_type.__mro__ for x in getattr(base, "__slots__", ()))
     return {x: x in arguments for x in slots}
+
+
+def _is_of_jax(call: Any) -> bool:
+    """Return whether the arrays of a call, which are of one library, are arrays of JAX."""
+    for name in _attributes(type(call)):
+        x = getattr(call, name)
+        if isinstance(x, Array | Layout):
+            return isinstance(x.offsets, jax.Array)
+        if isinstance(x, jax.Array):
+            return True
+    return False
 
 
 def _separate(operation: str, call: Any) -> tuple[Signature, list[Any], dict[int, Layout]]:
@@ -507,8 +519,10 @@ def _varying_axes(aval: Any) -> frozenset[str]:
 # --- The interface for scree
 def rejects(operation: str, call: Any) -> str | None:
     """Return why the kernels cannot serve a call, from host metadata only; None if they can."""
+    if not _is_of_jax(call):
+        return "the Triton kernels for JAX take arrays of JAX"
     signature, arrays, layouts = _separate(operation, call)
-    if reason := rejects_arrays(*arrays):
+    if reason := rejects_arrays(*arrays) or rejects_partitioning(*arrays):
         return reason
     if any(layout.cut is not None for layout in layouts.values()):
         return "the Triton kernels for JAX take no shards"
