@@ -37,9 +37,15 @@ def blocks(page: Path) -> list[tuple[str, int]]:
 
 
 def runs(page: Path) -> bool:
-    """Return whether a page has blocks, and all libraries that it needs are installed."""
+    """Return whether a page has blocks, and all libraries that it needs are installed.
+
+    CI has all libraries: there a page without its libraries runs, and fails.
+    """
     needs = re.match(r"<!-- needs: (.*) -->", page.read_text(encoding="utf-8"))
-    return bool(blocks(page)) and all(map(find_spec, needs[1].split() if needs else ()))
+    has_all = "CI" in os.environ and "SCREE_BACKENDS" not in os.environ
+    return bool(blocks(page)) and (
+        has_all or all(map(find_spec, needs[1].split() if needs else ()))
+    )
 
 
 def needs_cuda(page: Path) -> bool:
