@@ -442,7 +442,8 @@ def efficient(lib: MeasuredLibrary, work: Work) -> Function:
 
 
 # --- JAX and MLX ---
-def jax_nn(lib: MeasuredLibrary, work: Work) -> Prepared:
+def jax_nn(lib: MeasuredLibrary, work: Work, implementation: str | None = None) -> Prepared:
+    """Prepare JAX's padded attention, by XLA or by cuDNN."""
     import jax
 
     tokens, token_mask = work.tokens
@@ -457,7 +458,13 @@ def jax_nn(lib: MeasuredLibrary, work: Work) -> Prepared:
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=work.causal, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+            q,
+            k,
+            v,
+            is_causal=work.causal,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation=implementation,
         )
 
     def pack_result(x: Any) -> Any:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -319,26 +320,32 @@ def resolve_device(name: str) -> str:
 
 def load(name: str, device: str = "cpu") -> MeasuredLibrary:
     """Load a library by name. Raises `ImportError` if it is not installed."""
+    # JAX would take three quarters of the memory of a GPU that PyTorch uses too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return LOADERS[name](backends.load(name, None if device == "cpu" else device), device)
 
 
 def installed_libraries(
-    session: Session, names: str, among: Sequence[str] = tuple(LOADERS)
+    session: Session, names: str, among: Sequence[str] = tuple(LOADERS), on_cuda: Sequence[str] = ()
 ) -> list[MeasuredLibrary]:
     """Return the installed libraries for ``--backend``; the session notes the missing libraries.
 
-    On "cuda" only PyTorch runs: the device of the other libraries is not known here.
+    On "cuda" PyTorch runs, and those of `on_cuda` that ``--backend`` names.
     """
     listed = parse_words(names, "--backend", ("all", *among))
     libraries = []
     for name in among if "all" in listed else listed:
         if session.device == "cuda" and name != "torch":
-            session.leave_out(
-                name, "only PyTorch is measured on this device; run --device cpu for it"
-            )
-            continue
+            reason = "only PyTorch is measured on this device; run --device cpu for it"
+            if name in on_cuda:
+                reason = f"runs on this device with --backend torch,{name}"
+            if name not in on_cuda or "all" in listed:
+                session.leave_out(name, reason)
+                continue
         try:
             libraries.append(load(name, session.device))
         except ImportError as error:
             session.leave_out(name, f"not installed ({error})")
+        except RuntimeError as error:  # JAX without a CUDA device
+            session.leave_out(name, f"finds no device ({error})")
     return libraries

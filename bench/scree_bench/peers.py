@@ -6,6 +6,7 @@ Reasons depend on the library, the device, the data type and the installed packa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -115,6 +116,12 @@ PEERS: tuple[Peer, ...] = (
         slow=True,
     ),
     Peer("padded, jax.nn", "jax", attentions.jax_nn),
+    Peer(
+        "padded, jax.nn cuDNN",
+        "jax",
+        partial(attentions.jax_nn, implementation="cudnn"),
+        _on_cuda(*HALF_DTYPES),
+    ),
     Peer("padded, mx.fast", "mlx", padded(attentions.mlx_fast)),
     *(
         Peer(

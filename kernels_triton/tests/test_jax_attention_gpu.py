@@ -21,6 +21,8 @@ TARGET = "triton_kernel_call_ffi"
 def kernels_for_jax(isolated_registry):
     scree.namespace(jnp.zeros(1))
     scree_triton.jax.register()
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def attend(q, k, v, offsets):

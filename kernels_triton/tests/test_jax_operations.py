@@ -27,13 +27,16 @@ TAIL = 3
 @pytest.fixture(autouse=True)
 def kernels_for_jax(monkeypatch, isolated_registry):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    if not INTERPRETED:
+    if INTERPRETED:
+        describe_meta(Device("cpu", (8, 0), 3, 0, 0))
+        interpreted_calls.interpret(monkeypatch)
+        scree_triton.jax.register_operations()
+    else:
         scree.namespace(jnp.zeros(1))
         scree_triton.jax.register()
-        return
-    describe_meta(Device("cpu", (8, 0), 3, 0, 0))
-    interpreted_calls.interpret(monkeypatch)
-    scree_triton.jax.register_operations()
+    # Products of XLA, which GPUs round to TF32 by default.
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 class Case(NamedTuple):

@@ -195,7 +195,8 @@ def command(
     The phases are forward, backward and both. The workloads are named (--work), or custom with any
     of --lengths, --num-seqs, --mean-len, --sigma, --heads, --kv-heads, --dim and --dtype. Comma
     lists in these options and in --causal give all combinations. The share is the rate of useful
-    operations relative to this machine's peak for matrix products. --tiles finds the best tile of
+    operations relative to this machine's peak for matrix products. On CUDA the times of JAX are by the
+    host's clock, and the times of PyTorch by the device's. --tiles finds the best tile of
     each shape instead: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and
     bfloat16, unless --mean-len, --dim or --dtype select others.
 
@@ -245,7 +246,7 @@ def command(
             for (name, base), mask in itertools.product(works, masks)
         ]
         session.limits()
-        for lib in installed_libraries(session, backend):
+        for lib in installed_libraries(session, backend, on_cuda=("jax",)):
             for name, case_work in session.track(cases, lib.name):
                 _measure(session, lib, name, case_work, only_names, errors)
     return None
@@ -281,13 +282,15 @@ def _measure(
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase, reason in PARTIAL.get(lib.name, {}).items():
         session.leave_out(f"{phase} on {lib.name}", reason)
+    # Events of PyTorch do not time the streams of JAX, so its calls have the time of the host's clock.
+    clock = "cpu" if lib.name == "jax" else None
     for phase in _phases(lib):
         builds = {
             peer.name: ready[peer.name, phase]
             for peer in peers
             if peer.backward or phase == "forward"
         }
-        for row in session.time(case, f"{phase}_s", builds, wait=lib.wait).values():
+        for row in session.time(case, f"{phase}_s", builds, wait=lib.wait, device=clock).values():
             if f"{phase}_s" in row.values:
                 flops = PHASES[phase] * work.flops / row.values[f"{phase}_s"]
                 row.values |= {f"{phase}_flops": flops} | (
