@@ -40,6 +40,7 @@ from .metadata import (
     to_base2,
 )
 from .tile_configs import SM90_TILES, head_parts, sm90_tiles
+from .tile_scheduler import UNBOUNDED
 
 #: Elements per CTA of the kernel that sums over splits.
 _SUM_BLOCK = 1024
@@ -192,8 +193,14 @@ class Sm90Config(LaunchConfig):
         num_rows = layout.cu_seqlens_q.shape[0] - 1
         group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
         block_n = self.tiles.dkdv.block_n
-        work = estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec)
-        return choose_splits(group, self.k_heads, total_k, dims, work, self.max_ctas)
+        # The longest row of queries need not attend to the longest row of keys. In causal rows,
+        # queries before the first key attend to nothing, so a tile of few keys has few queries.
+        is_aligned = layout.cu_seqlens_q is layout.cu_seqlens_k or spec.window_right < UNBOUNDED
+        works = [
+            estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec, aligned)
+            for aligned in ((True,) if is_aligned else (True, False))
+        ]
+        return choose_splits(group, self.k_heads, total_q, total_k, dims, works, self.max_ctas)
 
     def _sum_splits_launch(self, splits_per_khead: int) -> Launch:
         """Return the launch that sums dk and dv over so many splits per key head."""
