@@ -21,7 +21,7 @@ from ..session import Session
 #: Device and --quick -> divisor of all lengths.
 SCALES = {("cuda", False): 1, ("cuda", True): 16, ("cpu", False): 32, ("cpu", True): 256}
 #: Device -> query heads, key heads and head_dim.
-HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}
+HEADS = {"cuda": (32, 8, 128), "cpu": (16, 8, 8)}
 #: Device -> default of --size.
 SIZE = {"cuda": "124m", "cpu": "tiny"}
 PARTS = ("attention", "balance")
