@@ -8,6 +8,7 @@ pair of row layouts, a launch config prepares functions that only allocate their
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +16,16 @@ import torch
 import triton
 
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, bind_launch, contiguous, empty, on_device, ragged
+from ..runtime.launch import (
+    BoundLaunch,
+    Launch,
+    bind_launch,
+    bind_launches,
+    contiguous,
+    empty,
+    on_device,
+    ragged,
+)
 from . import portable, sum_splits
 from .arguments import (
     BackwardNumbers,
@@ -77,6 +87,9 @@ _SPLIT_FLOPS, _SPLIT_BYTES, _SPLIT_SECONDS = 4.2e12, 2.5e12, 3e-6
 _TILE_SECONDS, _QUERY_BLOCK = 3e-6, 64
 #: Whether the first call of a kind measures the tiles of the portable kernels.
 AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"
+#: The parameters of the functions that launch.
+_FORWARD = "q, k, v, slopes, out, lse, count, seed=None"
+_BACKWARD = "q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, seed=None"
 
 
 class AttentionSpec(NamedTuple):
@@ -564,6 +577,10 @@ class LaunchConfig:
         self.out_stride = self.heads * self.v.head_dim
         self.empty = empty(device.type)
 
+    def next_counter(self) -> torch.Tensor | None:
+        """Return the tile counters of the next launches; None for kernels without counters."""
+        return None
+
     def _query_tiles(
         self,
         layout: VarlenLayout,
@@ -640,14 +657,15 @@ class LaunchConfig:
 
         With dropout it takes the seed too, an int64 tensor of one element.
         """
-        new = self.empty
-        out_like = *contiguous((total_q, self.heads, self.v.head_dim)), self.dtype
-        lse_like = *contiguous((self.heads, total_q)), torch.float32
+        out_shape = contiguous((total_q, self.heads, self.v.head_dim))
+        new_out = partial(self.empty, *out_shape, self.dtype)
+        new_lse = partial(self.empty, *contiguous((self.heads, total_q)), torch.float32)
         launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
+        next_counter = self.next_counter
 
         def run(q, k, v, slopes, *seed):
-            out, lse = new(*out_like), new(*lse_like)
-            launch(q, k, v, q if slopes is None else slopes, out, lse, *seed)
+            out, lse = new_out(), new_lse()
+            launch(q, k, v, slopes, out, lse, next_counter(), *seed)
             return out, lse
 
         return on_device(self.index, run)
@@ -674,43 +692,30 @@ class LaunchConfig:
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
     ) -> Callable[..., Any]:
         """Return a function of the other arguments that computes `backward` on these rows."""
-        new, prepare = self.empty, self._backward(layout, total_q, total_k, spec)
-        dq_like, dk_like, dv_like = (
-            (*contiguous(shape), self.dtype)
+        prepare, next_counter = self._backward(layout, total_q, total_k, spec), self.next_counter
+        new_dq, new_dk, new_dv = (
+            partial(self.empty, *contiguous(shape), self.dtype)
             for shape in (
                 (total_q, self.heads, self.q.head_dim),
                 (total_k, self.k_heads, self.q.head_dim),
                 (total_k, self.k_heads, self.v.head_dim),
             )
         )
-        stats_like = *contiguous((2, self.heads, total_q)), torch.float32
+        new_stats = partial(self.empty, *contiguous((2, self.heads, total_q)), torch.float32)
         launches: dict[Any, Callable[..., None]] = {}
 
         def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
             if dout is None:
                 dout = torch.zeros_like(out)
-            strides = dout.stride(), None if dlse is None else dlse.stride()
-            launch = launches.get((*strides, dout.data_ptr() & 15))
+            key = dout.stride(), None if dlse is None else dlse.stride(), dout.data_ptr() & 15
+            launch = launches.get(key)
             if launch is None:
                 dout = dout if self._reads_in_place(dout) else dout.contiguous()
-                strides = dout.stride(), strides[1]
+                strides = dout.stride(), key[1]
                 launch = launches[*strides, dout.data_ptr() & 15] = prepare(*strides)
-            dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
-            launch(
-                q,
-                k,
-                v,
-                q if slopes is None else slopes,
-                out,
-                lse,
-                dout,
-                lse if dlse is None else dlse,
-                stats,
-                dq,
-                dk,
-                dv,
-                *seed,
-            )
+            dq, dk, dv, stats = new_dq(), new_dk(), new_dv(), new_stats()
+            count = next_counter()
+            launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, *seed)
             return dq, dk, dv
 
         return on_device(self.index, run)
@@ -750,6 +755,10 @@ class PortableConfig(LaunchConfig):
         capability = device_info(device).capability
         self.tiles = tiles or portable_tiles(capability, *self.kind, dropout=dropout)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
+        # Arrays that a call does not have get any pointer, which the kernels do not read.
+        self.tensors = dict(
+            Q="q", K="k", V="v", SLOPES="slopes" if alibi else "q", SEED="seed" if dropout else "q"
+        )
 
         def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
             return Launch(
@@ -819,20 +828,19 @@ class PortableConfig(LaunchConfig):
         dropout = DropoutNumbers(spec.dropout)
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec[:4])
-        launch = bind_launch(
+        launch = BoundLaunch(
             self.forward_launch,
             ctas,
             PortableForwardArgs,
+            **self.tensors,
+            OUT="out",
+            LSE="lse",
             TILES=tiles,
             **strides._asdict(),
             **numbers._asdict(),
             **dropout._asdict(),
         )
-
-        def run(q, k, v, slopes, out, lse, seed=None):
-            launch(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse, SEED=q if seed is None else seed)
-
-        return run
+        return bind_launches(_FORWARD, launch)
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride = self.heads * total_q
@@ -872,48 +880,44 @@ class PortableConfig(LaunchConfig):
                 stride_dvn=self.k_heads * self.v.head_dim,
             )
 
-            dq_launch = dkdv_launch = lambda **_: None
+            launches = []
             if query_tiles is not None:
-                dq_launch = bind_launch(
-                    self.dq_launches[dlse_strides is not None],
-                    dq_ctas,
-                    PortableDqArgs,
-                    TILES=query_tiles,
-                    **dq_strides._asdict(),
-                    **dq_numbers._asdict(),
-                    **dropout._asdict(),
+                launches.append(
+                    BoundLaunch(
+                        self.dq_launches[dlse_strides is not None],
+                        dq_ctas,
+                        PortableDqArgs,
+                        **self.tensors,
+                        OUT="out",
+                        LSE="lse",
+                        DO="dout",
+                        DLSE="lse" if dlse_strides is None else "dlse",
+                        STATS="stats",
+                        DQ="dq",
+                        TILES=query_tiles,
+                        **dq_strides._asdict(),
+                        **dq_numbers._asdict(),
+                        **dropout._asdict(),
+                    )
                 )
             if key_tiles is not None:
-                dkdv_launch = bind_launch(
-                    self.dkdv_launch,
-                    dkdv_ctas,
-                    PortableDkdvArgs,
-                    TILES=key_tiles,
-                    **dkdv_strides._asdict(),
-                    **dkdv_numbers._asdict(),
-                    **dropout._asdict(),
+                launches.append(
+                    BoundLaunch(
+                        self.dkdv_launch,
+                        dkdv_ctas,
+                        PortableDkdvArgs,
+                        **self.tensors,
+                        DO="dout",
+                        STATS="stats",
+                        DK="dk",
+                        DV="dv",
+                        TILES=key_tiles,
+                        **dkdv_strides._asdict(),
+                        **dkdv_numbers._asdict(),
+                        **dropout._asdict(),
+                    )
                 )
-
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, seed=None):
-                seed = q if seed is None else seed
-                dq_launch(
-                    Q=q,
-                    K=k,
-                    V=v,
-                    SLOPES=slopes,
-                    OUT=out,
-                    LSE=lse,
-                    DO=dout,
-                    DLSE=dlse,
-                    STATS=stats,
-                    DQ=dq,
-                    SEED=seed,
-                )
-                dkdv_launch(
-                    Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv, SEED=seed
-                )
-
-            return run
+            return bind_launches(_BACKWARD, *launches) if launches else lambda *_: None
 
         return prepare
 
@@ -956,7 +960,8 @@ class Sm90Config(LaunchConfig):
         # Softcap and ALiBi are compiled only together with a window, which may be unbounded.
         window = window or softcap or alibi
         causal = causal and not window
-        self.counter = pipeline.tile_counter
+        self.next_counter = pipeline.tile_counters(device)
+        self.slopes = "slopes" if alibi else "q"  # a pointer that the kernels do not read
         self.rows = rows
         self.tiles = _sm90_tiles(
             2, self.q.head_dim, self.v.head_dim, small_batch, long_rows, rows.merged
@@ -1093,7 +1098,6 @@ class Sm90Config(LaunchConfig):
         )
 
     def _forward(self, layout, total_q, spec):
-        counter, device = self.counter, self.device
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
         tile = self.tiles.forward
@@ -1103,39 +1107,29 @@ class Sm90Config(LaunchConfig):
         numbers = ForwardNumbers(
             total_q, self.heads, self.heads // self.k_heads, heads_in_l2, *_base2_spec(spec)
         )
-        launch = bind_launch(
+        # The unused one of descriptor and pointer gets a tensor that the kernel does not write.
+        described, written = ("out", "q") if self.stores_by_tma else ("q", "out")
+        launch = BoundLaunch(
             self.forward_launch,
             ctas,
             ForwardArgs,
-            q_desc=q_desc,
-            k_desc=k_desc,
-            v_desc=v_desc,
-            o_desc=_descriptor(out_layout),
+            q_desc=("q", q_desc),
+            k_desc=("k", k_desc),
+            v_desc=("v", v_desc),
+            o_desc=(described, _descriptor(out_layout)),
+            SLOPES=self.slopes,
+            OUT=written,
+            LSE="lse",
             TILES=tiles,
+            COUNTER="count",
             **strides._asdict(),
             **numbers._asdict(),
         )
-
-        # The unused one of descriptor and pointer gets a tensor that the kernel does not write.
-        by_tma = self.stores_by_tma
-
-        def run(q, k, v, slopes, out, lse):
-            launch(
-                q_desc=q,
-                k_desc=k,
-                v_desc=v,
-                o_desc=out if by_tma else q,
-                SLOPES=slopes,
-                OUT=q if by_tma else out,
-                LSE=lse,
-                COUNTER=counter(device),
-            )
-
-        return run
+        return bind_launches(_FORWARD, launch)
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
-        counter, device, k_heads = self.counter, self.device, self.k_heads
+        k_heads = self.k_heads
         dq, dkdv = self.tiles.dq, self.tiles.dkdv
         query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
         splits = self._count_splits(layout, total_q, total_k, spec)
@@ -1160,8 +1154,15 @@ class Sm90Config(LaunchConfig):
         )
         if splits > 1:
             sum_ctas = sum(triton.cdiv(k_rows * x.head_dim, _SUM_BLOCK) for x in (self.q, self.v))
-            sum_launch = bind_launch(
-                self._sum_splits_launch(splits), sum_ctas, SumSplitsArgs, rows=k_rows
+            sum_launch = BoundLaunch(
+                self._sum_splits_launch(splits),
+                sum_ctas,
+                SumSplitsArgs,
+                DK_SPLITS="dk_splits",
+                DV_SPLITS="dv_splits",
+                DK="dk",
+                DV="dv",
+                rows=k_rows,
             )
 
         def prepare(dout_strides, dlse_strides):
@@ -1172,7 +1173,10 @@ class Sm90Config(LaunchConfig):
             dq_layout = HeadLayout(heads, head_dim, heads * head_dim, head_dim)
             q_desc, k_desc, v_desc = self.descriptors
             descriptors = dict(
-                q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, do_desc=_descriptor(dout_layout)
+                q_desc=("q", q_desc),
+                k_desc=("k", k_desc),
+                v_desc=("v", v_desc),
+                do_desc=("dout", _descriptor(dout_layout)),
             )
             dq_strides = DqStrides(
                 *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
@@ -1191,61 +1195,47 @@ class Sm90Config(LaunchConfig):
                 stride_dkn=k_heads * splits * head_dim,
                 stride_dvn=k_heads * splits * self.v.head_dim,
             )
-            dq_launch = bind_launch(
-                self.dq_launches[dlse_strides is not None],
-                dq_ctas,
-                DqArgs,
-                **descriptors,
-                dq_desc=_descriptor(dq_layout),
-                TILES=query_tiles,
-                **dq_strides._asdict(),
-                **dq_numbers._asdict(),
-            )
-            bound_dkdv_launches = [
-                bind_launch(
+            launches = [
+                BoundLaunch(
+                    self.dq_launches[dlse_strides is not None],
+                    dq_ctas,
+                    DqArgs,
+                    **descriptors,
+                    dq_desc=("dq", _descriptor(dq_layout)),
+                    SLOPES=self.slopes,
+                    OUT="out",
+                    LSE="lse",
+                    DLSE="lse" if dlse_strides is None else "dlse",
+                    STATS="stats",
+                    TILES=query_tiles,
+                    COUNTER="count",
+                    **dq_strides._asdict(),
+                    **dq_numbers._asdict(),
+                )
+            ]
+            launches += [
+                BoundLaunch(
                     launch,
                     dkdv_ctas,
                     DkdvArgs,
                     **descriptors,
+                    SLOPES=self.slopes,
+                    STATS="stats",
+                    DK="dk" if splits == 1 else "dk_splits",
+                    DV="dv" if splits == 1 else "dv_splits",
                     TILES=key_tiles,
+                    COUNTER="count",
                     **dkdv_strides._asdict(),
                     **dkdv_numbers._asdict(),
                 )
                 for launch in dkdv_launches
             ]
-
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                count = counter(device)
-                dq_launch(
-                    q_desc=q,
-                    k_desc=k,
-                    v_desc=v,
-                    do_desc=dout,
-                    dq_desc=dq,
-                    SLOPES=slopes,
-                    OUT=out,
-                    LSE=lse,
-                    DLSE=dlse,
-                    STATS=stats,
-                    COUNTER=count,
-                )
-                dk_splits, dv_splits = (new(*dk_like), new(*dv_like)) if splits > 1 else (dk, dv)
-                for launch in bound_dkdv_launches:
-                    launch(
-                        q_desc=q,
-                        k_desc=k,
-                        v_desc=v,
-                        do_desc=dout,
-                        SLOPES=slopes,
-                        STATS=stats,
-                        DK=dk_splits,
-                        DV=dv_splits,
-                        COUNTER=count,
-                    )
-                if splits > 1:
-                    sum_launch(DK_SPLITS=dk_splits, DV_SPLITS=dv_splits, DK=dk, DV=dv)
-
-            return run
+            if splits == 1:
+                return bind_launches(_BACKWARD, *launches)
+            launch_all = bind_launches(
+                f"{_BACKWARD}, *, dk_splits, dv_splits", *launches, sum_launch
+            )
+            return lambda *args: launch_all(*args, dk_splits=new(*dk_like), dv_splits=new(*dv_like))
 
         return prepare
 
@@ -1256,14 +1246,18 @@ class Sm90MixedConfig(LaunchConfig):
     def __init__(self, short: Sm90Config, other: Sm90Config):
         super().__init__(short.device, short.dtype, (short.q, short.k, short.v))
         self.short, self.other = short, other
-        self._reads_in_place = other._reads_in_place
+        self._reads_in_place, self.next_counter = other._reads_in_place, other.next_counter
 
     def _forward(self, layout, total_q, spec):
         short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+        return self._run_both(short, other)
+
+    def _run_both(self, short, other):
+        next_counter = self.next_counter
 
         def run(*args):
             other(*args)
-            short(*args)
+            short(*args[:-1], next_counter())
 
         return run
 
@@ -1273,13 +1267,7 @@ class Sm90MixedConfig(LaunchConfig):
         )
 
         def prepare(*strides):
-            short, other = prepare_short(*strides), prepare_other(*strides)
-
-            def run(*args):
-                other(*args)
-                short(*args)
-
-            return run
+            return self._run_both(prepare_short(*strides), prepare_other(*strides))
 
         return prepare
 
@@ -1304,7 +1292,8 @@ class Bf16x3Config(LaunchConfig):
 
         super().__init__(device, torch.float32, layouts)
         dim, count = self.q.head_dim, bf16x3.TERMS.value
-        self.counter, self.terms = pipeline.tile_counter, count
+        self.next_counter, self.terms = pipeline.tile_counters(device), count
+        self.has_slopes = alibi
         self.tiles = SM90_TILES[4, dim]
         self.max_ctas = device_info(device).sm_count
         # The terms of a head are adjacent. dout has the layout of q.
@@ -1374,7 +1363,7 @@ class Bf16x3Config(LaunchConfig):
         return terms
 
     def _forward(self, layout, total_q, spec):
-        counter, device, split = self.counter, self.device, self._split
+        split, has_slopes = self._split, self.has_slopes
         q_desc, k_desc, v_desc = self.forward_descriptors
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
         strides = Float32ForwardStrides(self.q.head_stride, self.out_stride)
@@ -1393,22 +1382,22 @@ class Bf16x3Config(LaunchConfig):
             **numbers._asdict(),
         )
 
-        def run(q, k, v, slopes, out, lse):
+        def run(q, k, v, slopes, out, lse, count):
             launch(
                 q_desc=q,
                 k_desc=split(k),
                 v_desc=split(v),
-                SLOPES=slopes,
+                SLOPES=slopes if has_slopes else q,
                 OUT=out,
                 LSE=lse,
-                COUNTER=counter(device),
+                COUNTER=count,
             )
 
         return run
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
-        counter, device, split = self.counter, self.device, self._split
+        split, has_slopes = self._split, self.has_slopes
         query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
         stride_dqm, stride_dkn = self.out_stride, self.k_heads * self.q.head_dim
@@ -1455,12 +1444,16 @@ class Bf16x3Config(LaunchConfig):
                 **dkdv_numbers._asdict(),
             )
 
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                split_dout = self._empty_terms(dout)
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count):
+                slopes, split_dout = slopes if has_slopes else q, self._empty_terms(dout)
                 split_dout_launch(
-                    OUT=out, DO=dout, LSE=lse, DLSE=dlse, STATS=stats, SPLIT=split_dout
+                    OUT=out,
+                    DO=dout,
+                    LSE=lse,
+                    DLSE=lse if dlse is None else dlse,
+                    STATS=stats,
+                    SPLIT=split_dout,
                 )
-                count = counter(device)
                 terms = dict(q_desc=split(q), k_desc=split(k), v_desc=split(v), do_desc=split_dout)
                 dq_launch(**terms, SLOPES=slopes, STATS=stats, DQ=dq, COUNTER=count)
                 dkdv_launch(**terms, SLOPES=slopes, STATS=stats, DK=dk, DV=dv, COUNTER=count)
