@@ -179,18 +179,20 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     def run_prepared(
         q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> Any:
-        values, layout = (q.values, k.values, v.values), q.layout
+        q_values, k_values, v_values, layout = q.values, k.values, v.values, q.layout
         slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, layout)
-        key = is_tma_aligned(*values), is_float32 and allows_tf32(torch.float32)
-        forward, backward = prepared.get(key) or prepare(q, k, values, key)
+        key: Any = is_tma_aligned(q_values, k_values, v_values)
+        if is_float32:
+            key = key, allows_tf32(torch.float32)
+        functions = prepared.get(key) or prepare(q, k, (q_values, k_values, v_values), key)
         seeds = () if seed is None else (seed,)
-        if not (needs_grad and torch.is_grad_enabled()):
-            out, lse = forward(*values, slopes, *seeds)
-        else:
-            constants = forward, backward, slopes, seeds, return_lse
-            out = _differentiable_attention(*values, constants)
+        if needs_grad and torch.is_grad_enabled():
+            constants = *functions, slopes, seeds, return_lse
+            out = _differentiable_attention(q_values, k_values, v_values, constants)
             if return_lse:
                 out, lse = out
+        else:
+            out, lse = functions[0](q_values, k_values, v_values, slopes, *seeds)
         if return_lse:
             return q.from_layout(out, layout), q.from_layout(lse.t(), layout)
         return q.from_layout(out, layout)

@@ -69,12 +69,7 @@ def lookup(
         return None, values
     cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
     settings = (*options.values(),)
-    types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
-    if tuple in types:
-        for x in settings:
-            if type(x) is tuple:
-                types += (*map(type, x),)
-    key = operation, kernel, settings, types, (*axes,)
+    key = operation, kernel, settings, option_types(settings), (*axes,)
     try:
         entries: list[Entry] | None = cache.get(key)
     except TypeError:  # an unhashable option, which the validation will name
@@ -82,6 +77,16 @@ def lookup(
     if entries is None and len(cache) < MAX_KEYS:
         entries = cache[key] = []
     return entries, values
+
+
+def option_types(settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the types of options, because 1 == 1.0 == True."""
+    types: tuple[Any, ...] = (*map(type, settings),)
+    if tuple in types:
+        for x in settings:
+            if type(x) is tuple:
+                types += (*map(type, x),)
+    return types
 
 
 def make_guard(values: list[Any]) -> Callable[..., bool] | None:
