@@ -444,8 +444,10 @@ def _record_attention(ctx, q, k, v, constants):
     run, ctx.run_back, slopes, seed, return_lse = constants
     out, lse = run(q, k, v, slopes, *seed)
     ctx.save_for_backward(q, k, v, slopes, out, lse, *seed)
-    ctx.set_materialize_grads(False)
-    return (out, lse) if return_lse else out
+    if return_lse:
+        ctx.set_materialize_grads(False)
+        return out, lse
+    return out
 
 
 def _attention_gradient(ctx, dout, dlse=None):

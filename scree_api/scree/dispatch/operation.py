@@ -186,9 +186,11 @@ class Operation:
         """
         if OBSERVERS or layout.backend.intercepts_calls():
             return None
-        key = self.name, kernel, settings, call_cache.option_types(settings), axes
+        types = (*map(type, settings),)
+        if tuple in types:
+            types = call_cache.option_types(settings)
         try:
-            entries = layout.eager_cache().get(key)
+            entries = layout.eager_cache().get((self.name, kernel, settings, types, axes))
         except TypeError:  # an unhashable option
             return None
         if entries:
