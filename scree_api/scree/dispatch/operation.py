@@ -186,7 +186,7 @@ class Operation:
         """
         if OBSERVERS or layout.backend.intercepts_calls():
             return None
-        types = (*map(type, settings),)
+        types: tuple[Any, ...] = (*map(type, settings),)
         if tuple in types:
             types = call_cache.option_types(settings)
         try:
