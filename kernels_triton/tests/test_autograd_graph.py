@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import scree
+from scree_triton.attention import interface
 
 LENGTHS = (4, 0, 3)
 
@@ -47,6 +48,14 @@ CALLS: dict[str, tuple[Call, list[str]]] = {
     "softmax": (lambda q, k, v, w: scree.softmax(q), ["SoftmaxBackward"]),
     "sum": (lambda q, k, v, w: scree.namespace(q).sum(q, axis=1), ["ReduceBackward"]),
 }
+
+
+def test_nodes_call_the_gradient_without_the_function_of_pytorch() -> None:
+    """Fails if `_backward_cls`, which is private, no longer names the class of the nodes."""
+    x = scree.from_lengths(torch.randn(sum(LENGTHS), 2, 16, requires_grad=True), LENGTHS)
+    node = type(scree.attention(x, x, x).values.grad_fn)
+    assert node.apply is interface._attention_gradient
+    assert node is interface._differentiable_attention.function._backward_cls
 
 
 @pytest.mark.parametrize("name", CALLS)
