@@ -16,6 +16,7 @@ from scree_triton.runtime import device
 from scree_triton.runtime import launch as module
 from scree_triton.runtime.descriptors import Tiled, tiled
 from scree_triton.runtime.launch import (
+    BoundLaunch,
     Descriptor,
     Launch,
     Number,
@@ -23,6 +24,7 @@ from scree_triton.runtime.launch import (
     Stride,
     bind_args,
     bind_launch,
+    bind_launches,
     launch_args,
 )
 
@@ -188,6 +190,28 @@ def test_bind_launch_passes_what_a_launch_passes(jit, stride, number, calls):
     assert kernels[0].launched == kernels[1].launched
     assert [x[0] for x in kernels[0].asked] == [x[0] for x in kernels[1].asked]
     assert counted.calls == calls
+
+
+def test_bind_launches_passes_what_the_launches_pass_in_order(jit):
+    """An unaligned tensor of one launch takes the long path of both."""
+    kernels = [jit() for _ in range(4)]
+    ours, theirs = ([launch_of(kernel) for kernel in pair] for pair in (kernels[:2], kernels[2:]))
+    y = X.clone()
+    run = bind_launches(
+        "x, unused, y=None",
+        BoundLaunch(ours[0], 5, Args, X="x", x_stride=16, count=3),
+        BoundLaunch(ours[1], 6, Args, X="y", x_stride=32, count=4),
+    )
+    for tensor in (X, y, X[1:], X):
+        run(X, None, y=tensor)
+        theirs[0](5, Args(X=X, x_stride=16, count=3))
+        theirs[1](6, Args(X=tensor, x_stride=32, count=4))
+    assert [x.launched for x in kernels[:2]] == [x.launched for x in kernels[2:]]
+    assert [len(x.launched) for x in kernels[:2]] == [3, 2]
+    fixed = bind_launches("x", BoundLaunch(ours[0], 5, Args, X=y, x_stride=16, count=3))
+    for _ in range(2):
+        fixed(None)
+    assert [args[-4] for args in kernels[0].launched[3:]] == [y.data_ptr()] * 2
 
 
 def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):

@@ -8,7 +8,7 @@ differentiated again use the same implementations, because autograd does not rec
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
 from typing import Any
@@ -58,15 +58,22 @@ def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Ca
             try:
                 return run(*args)
             except KernelUnavailableError as error:
-                floats = (x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
-                dtypes = {x.dtype for x in floats} or {None}  # None: only offsets or indices
-                record_replacement(module or standard.__module__, dtypes, str(error))
-            # Compiled programs expect the strides that the fake function of an operator returns.
-            return tree_map_only(torch.Tensor, torch.Tensor.contiguous, standard(*args))
+                return run_standard(standard, args, error, module or standard.__module__)
 
         return run_or_fall_back
 
     return decorate
+
+
+def run_standard(
+    standard: Callable[..., Any], args: Sequence[Any], error: KernelUnavailableError, module: str
+) -> Any:
+    """Return the results of `standard`, see `falls_back_to`, and record why a kernel does not run."""
+    floats = (x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
+    dtypes = {x.dtype for x in floats} or {None}  # None: only offsets or indices
+    record_replacement(module, dtypes, str(error))
+    # Compiled programs expect the strides that the fake function of an operator returns.
+    return tree_map_only(torch.Tensor, torch.Tensor.contiguous, standard(*args))
 
 
 def record_replacement(module: str, dtypes: set[torch.dtype | None], reason: str) -> None:
