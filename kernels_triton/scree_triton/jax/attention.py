@@ -181,15 +181,22 @@ def _backward_types(q: Any, k: Any, v: Any, *_: Any, static: Static) -> list[Any
     return [q, k, v]
 
 
+def _refuse_derivative(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "the attention kernels for JAX have no second derivative; pass kernel='standard'"
+    )
+
+
 def _refuse_vmap(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(_VMAP)
 
 
+_RULES = _refuse_vmap, _refuse_derivative
 _forward_primitive = define_primitive(
-    "scree_attention_forward", _forward_types, _forward_kernels, _forward_loops, _refuse_vmap
+    "scree_attention_forward", _forward_types, _forward_kernels, _forward_loops, *_RULES
 )
 _backward_primitive = define_primitive(
-    "scree_attention_backward", _backward_types, _backward_kernels, _backward_loops, _refuse_vmap
+    "scree_attention_backward", _backward_types, _backward_kernels, _backward_loops, *_RULES
 )
 
 

@@ -9,6 +9,7 @@ A call is separated into arrays and a `Signature`, which is static. Offsets are 
 compiled function serves all offsets of one shape.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache, partial
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scree import Array
@@ -354,9 +356,21 @@ def _forward_kernels(*arrays: Any, static: _Static) -> list[Any]:
     )
 
 
+class _State(threading.local):
+    runs_standard = False
+
+
+_state = _State()
+
+
 def _standard(signature: Signature, *arrays: Any) -> list[Any]:
+    """Run the standard implementation, without kernels for the operations that it calls."""
     operation = OPERATIONS[signature.operation]
-    result = operation.run_call(_join(signature, arrays), "standard")
+    before, _state.runs_standard = _state.runs_standard, True
+    try:
+        result = operation.run_call(_join(signature, arrays), "standard")
+    finally:
+        _state.runs_standard = before
     return [_values_of(x) for x in _results_of(result)]
 
 
@@ -417,28 +431,30 @@ def _backward_standard(*arrays: Any, static: _Static) -> list[Any]:
     return list(pull([g for g in grads if g is not None]))
 
 
-def _batch(standard: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule for `jax.vmap`: the standard implementation, batched."""
+def _rules(standard: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the rules for `jax.vmap` and for derivatives: both transform the standard implementation."""
 
-    def rule(arrays: Any, axes: Any, *, static: _Static) -> Any:
+    def batch(arrays: Any, axes: Any, *, static: _Static) -> Any:
         results = jax.vmap(partial(standard, static=static), in_axes=tuple(axes))(*arrays)
         return results, [0] * len(results)
 
-    return rule
+    def derive(arrays: Any, tangents: Any, *, static: _Static) -> Any:
+        tangents = tuple(map(ad.instantiate_zeros, tangents))
+        return jax.jvp(partial(standard, static=static), tuple(arrays), tangents)
+
+    return batch, derive
 
 
 _forward_primitive = define_primitive(
-    "scree_kernels", _forward_types, _forward_kernels, _forward_standard, _batch(_forward_standard)
+    "scree_kernels", _forward_types, _forward_kernels, _forward_standard, *_rules(_forward_standard)
 )
 _backward_primitive = define_primitive(
     "scree_kernels_gradient",
     _backward_types,
     _backward_kernels,
     _backward_standard,
-    _batch(_backward_standard),
+    *_rules(_backward_standard),
 )
-
-
 #: Each primitive, and its function on CUDA.
 PRIMITIVES = {_forward_primitive: _forward_kernels, _backward_primitive: _backward_kernels}
 
@@ -519,6 +535,8 @@ def _varying_axes(aval: Any) -> frozenset[str]:
 # --- The interface for scree
 def rejects(operation: str, call: Any) -> str | None:
     """Return why the kernels cannot serve a call, from host metadata only; None if they can."""
+    if _state.runs_standard:
+        return "the standard implementation replaces the Triton kernels for JAX here"
     if not _is_of_jax(call):
         return "the Triton kernels for JAX take arrays of JAX"
     signature, arrays, layouts = _separate(operation, call)

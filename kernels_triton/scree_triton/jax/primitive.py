@@ -15,6 +15,7 @@ def define_primitive(
     kernels: Callable[..., list[Any]],
     fallback: Callable[..., list[Any]],
     batch: Callable[..., Any],
+    derive: Callable[..., Any],
 ) -> Primitive:
     """Return a primitive that runs `kernels` on CUDA, and `fallback` on all other platforms.
 
@@ -28,11 +29,13 @@ def define_primitive(
         Functions of the arrays and of `static`, which is hashable. They return a list of arrays.
     batch
         The rule for `jax.vmap`, as in `jax.interpreters.batching`.
+    derive
+        The rule for derivatives of the primitive, as in `jax.interpreters.ad`.
 
     Returns
     -------
     Primitive
-        Bind it to arrays and ``static=``. It has no derivative.
+        Bind it to arrays and ``static=``.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -45,12 +48,5 @@ def define_primitive(
         primitive, mlir.lower_fun(kernels, multiple_results=True), platform="cuda"
     )
     batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = _refuse_derivative
+    ad.primitive_jvps[primitive] = derive
     return primitive
-
-
-def _refuse_derivative(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "the gradients of the Triton kernels for JAX have no derivative; pass kernel='standard' for "
-        "second derivatives"
-    )
