@@ -80,7 +80,8 @@ def varlen_attention(module, query, key, value, mask, scaling=None, **options):
     from torch.nn.attention.varlen import varlen_attn
 
     heads = query.shape[1] // key.shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    dtype = torch.get_autocast_dtype("cuda") if CUDA else query.dtype
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     k, v = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (k, v))
     offsets, longest = options["cu_seq_lens_q"], int(options["max_length_q"])
     is_causal = options.get("is_causal")
