@@ -6,6 +6,7 @@ Modules that need a library or a device to be imported, when it looks for doctes
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -78,8 +79,20 @@ collect_ignore_glob = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest of the marker of a test in a module that runs without the library."""
+    """Add the marker of tests that need a library, and fail if CI lacks one.
+
+    `collect_ignore` leaves out whole files. The sessions of one library set ``SCREE_BACKENDS``, and
+    TensorFlow has a session of its own.
+    """
     config.addinivalue_line("markers", "needs(*libraries): skipped where one of them is missing")
+    if "CI" in os.environ and "SCREE_BACKENDS" not in os.environ:
+        needed = {name for libraries in NEEDS.values() for name in libraries.split()}
+        missing = [name for name in sorted(needed - {"tensorflow"}) if find_spec(name) is None]
+        if missing:
+            raise pytest.UsageError(
+                f"CI: expected all libraries of the tests, {', '.join(missing)} missing; install "
+                "the extras of the command in the README"
+            )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -107,7 +120,17 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
     There a skip is a failure.
     """
-    report = yield
+    return _without_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    """Turn the skip of a whole module into a failure, as the skip of a test."""
+    return _without_skip((yield))
+
+
+def _without_skip(report: Any) -> Any:
+    """Return the report, failed if it is skipped in CI."""
     if report.skipped and "CI" in os.environ:
         report.outcome = "failed"
     return report

@@ -74,7 +74,8 @@ def tests(session: nox.Session, backend: str) -> None:
     """Run the tests on one backend, with no other array library installed."""
     install(session, backend)
     names = {"array_api_strict": "array_api_strict,strict_minimal"}.get(backend, backend)
-    session.run("pytest", "-n", "2", *session.posargs, env={"SCREE_BACKENDS": names})
+    workers = ("-n", "2", "--dist", "worksteal")
+    session.run("pytest", *workers, *session.posargs, env={"SCREE_BACKENDS": names})
 
 
 @nox.session

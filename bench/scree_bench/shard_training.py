@@ -285,7 +285,7 @@ def _wrap(process: Worker, module: Any, wrapper: str) -> Any:
     """Return a module whose gradients are means over all processes; "" for one device."""
     torch = process.torch
     if wrapper == "DDP":
-        return torch.nn.parallel.DistributedDataParallel(module)
+        return torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     if wrapper == "FSDP2":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -239,10 +239,10 @@ def has_the_results_of_one_process(result: Result) -> None:
     assert max(map(max, errors.values())) < 1e-5
     received = {row.case["batch"]: row.values.get("received_bytes") for row in result.rows
                 if row.who == "scree" and "batch" in row.case}  # fmt: skip
-    # Half of the keys and values of the document, 2 heads of 16 numbers each.
-    assert received["one document of 128"] == 64 * 2 * 2 * 16 * 4
+    # Half of the keys and values of the document, 8 heads of 8 numbers each.
+    assert received["one document of 128"] == 64 * 2 * 8 * 8 * 4
     # The first process has both ends of the document, and needs the 15 keys before the second cut.
-    assert received["one document of 512, window 16"] == 15 * 2 * 2 * 16 * 4
+    assert received["one document of 512, window 16"] == 15 * 2 * 8 * 8 * 4
     assert len([row for row in result.rows if "token_cost_value" in row.values]) == 3
 
 

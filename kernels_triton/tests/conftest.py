@@ -73,10 +73,11 @@ def kernels():
     """Register the kernels for the tests of a module; no entry point does it if scree is not installed."""
     import torch
 
+    # Before the switch: otherwise the entry point registers the kernels for all later tests too.
+    scree.namespace(torch.zeros(1))
     interpreted = not gpu()
     if interpreted:
         os.environ[SWITCH] = "1"
-    scree.namespace(torch.zeros(1))
     with registry.isolated():
         scree_triton.register()
         yield

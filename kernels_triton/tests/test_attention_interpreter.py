@@ -356,15 +356,25 @@ def test_estimate_work_window_limits_queries_of_a_tile():
 UNEVEN = (4001, 3001, 2503, 1709, 1301, 1009, 701, 499, 401, 211, 208)
 
 
-def _simulate(lengths, group, k_heads, splits, dims):
-    """Return the seconds until 132 CTAs, which take the longest tile first, have computed dK, dV."""
+def _simulate(pairs, group, k_heads, splits, dims, causal=True):
+    """Return the seconds until 132 CTAs, which take the longest tile first, have computed dK, dV.
+
+    `pairs` holds the number of queries and of keys of each row.
+    """
     seconds = 4 * dims * 64 * 128 / 4.5e12  # per block of queries
-    blocks = sorted((-(-(n - a) // 64) for n in lengths for a in range(0, n, 128)), reverse=True)
+    blocks = sorted(
+        (
+            -(-(min(q, k - first) if causal else q) // 64)
+            for q, k in pairs
+            for first in range(0, k, 128)
+        ),
+        reverse=True,
+    )
     ends = [0.0] * 132
     for n in blocks:
         for _ in range(k_heads * splits):
             heapq.heapreplace(ends, ends[0] + 3e-6 + n * seconds * group / splits)
-    sums = 4 * splits * sum(lengths) * k_heads * dims / 2.5e12
+    sums = 4 * splits * sum(k for _, k in pairs) * k_heads * dims / 2.5e12
     return max(ends) + (3e-6 + sums if splits > 1 else 0)
 
 
@@ -388,19 +398,48 @@ def test_choose_splits_is_near_the_best_of_a_simulated_schedule(
     total, spec = sum(lengths), AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
     bound = max(lengths) if max_seqlen_known else UNBOUNDED
     work = estimate_work(len(lengths), bound, total, total, 128, spec)
-    splits = choose_splits(group, k_heads, total, dims, work, 132)
+    splits = choose_splits(group, k_heads, total, total, dims, [work], 132)
     assert group % splits == 0
+    pairs = [(n, n) for n in lengths]
     seconds = {
-        s: _simulate(lengths, group, k_heads, s, dims)
+        s: _simulate(pairs, group, k_heads, s, dims) for s in range(1, group + 1) if group % s == 0
+    }
+    assert seconds[splits] <= 1.1 * min(seconds.values())
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("group, k_heads", [(4, 3), (16, 1), (2, 8)])
+def test_choose_splits_second_estimate_is_near_the_best_wherever_the_long_rows_are(
+    group, k_heads, aligned
+):
+    others, longest = (400,) * 60, 60_000
+    q_lengths = (longest, *others)
+    k_lengths = q_lengths if aligned else (*others, longest)
+    total, spec = sum(q_lengths), AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    works = [estimate_work(61, longest, total, total, 128, spec, x) for x in (True, False)]
+    splits = choose_splits(group, k_heads, total, total, 256, works, 132)
+    pairs = list(zip(q_lengths, k_lengths, strict=True))
+    seconds = {
+        s: _simulate(pairs, group, k_heads, s, 256, causal=False)
         for s in range(1, group + 1)
         if group % s == 0
     }
     assert seconds[splits] <= 1.1 * min(seconds.values())
 
 
+def test_choose_splits_second_estimate_bounds_partial_sums_by_the_queries():
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    splits = {}
+    for total_k in (80_000, 160_000):
+        works = [estimate_work(61, 60_000, 80_000, total_k, 128, spec, x) for x in (True, False)]
+        splits[total_k] = choose_splits(8, 2, 80_000, total_k, 256, works, 132)
+    assert splits[80_000] == 8
+    assert splits[160_000] == 4
+
+
 def test_choose_splits_one_query_head_per_key_head_returns_one():
     work = estimate_work(1, 9000, 9000, 9000, 128, AttentionSpec(UNBOUNDED, 0, 1.0, 0.0))
-    assert choose_splits(1, 4, 9000, 256, work, 132) == 1
+    assert choose_splits(1, 4, 9000, 9000, 256, [work], 132) == 1
 
 
 @pytest.mark.parametrize("num_splits, dim, dim_v", [(2, 24, 40), (4, 96, 64), (3, 32, 32)])

@@ -14,7 +14,9 @@ from triton.runtime.errors import OutOfResources
 from scree.dispatch.operation import KernelUnavailableError
 from scree_triton.runtime import device
 from scree_triton.runtime import launch as module
+from scree_triton.runtime.descriptors import Tiled, tiled
 from scree_triton.runtime.launch import (
+    BoundLaunch,
     Descriptor,
     Launch,
     Number,
@@ -22,6 +24,7 @@ from scree_triton.runtime.launch import (
     Stride,
     bind_args,
     bind_launch,
+    bind_launches,
     launch_args,
 )
 
@@ -189,6 +192,28 @@ def test_bind_launch_passes_what_a_launch_passes(jit, stride, number, calls):
     assert counted.calls == calls
 
 
+def test_bind_launches_passes_what_the_launches_pass_in_order(jit):
+    """An unaligned tensor of one launch takes the long path of both."""
+    kernels = [jit() for _ in range(4)]
+    ours, theirs = ([launch_of(kernel) for kernel in pair] for pair in (kernels[:2], kernels[2:]))
+    y = X.clone()
+    run = bind_launches(
+        "x, unused, y=None",
+        BoundLaunch(ours[0], 5, Args, X="x", x_stride=16, count=3),
+        BoundLaunch(ours[1], 6, Args, X="y", x_stride=32, count=4),
+    )
+    for tensor in (X, y, X[1:], X):
+        run(X, None, y=tensor)
+        theirs[0](5, Args(X=X, x_stride=16, count=3))
+        theirs[1](6, Args(X=tensor, x_stride=32, count=4))
+    assert [x.launched for x in kernels[:2]] == [x.launched for x in kernels[2:]]
+    assert [len(x.launched) for x in kernels[:2]] == [3, 2]
+    fixed = bind_launches("x", BoundLaunch(ours[0], 5, Args, X=y, x_stride=16, count=3))
+    for _ in range(2):
+        fixed(None)
+    assert [args[-4] for args in kernels[0].launched[3:]] == [y.data_ptr()] * 2
+
+
 def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
     monkeypatch.setattr(module, "TRITON_VERSION", (3, 7))
     kernel = jit()
@@ -282,7 +307,7 @@ def test_launch_passes_what_the_launcher_of_the_installed_triton_passes(describe
     )
     launch._keep(16, compiled, 0)
     assert 16 in launch.variants
-    q = dict(Q=(X, module.tiled((16, 16), (16, 1), 16))) if described else {}
+    q = dict(Q=(X, tiled((16, 16), (16, 1), 16))) if described else {}
     launch(5, args_class(**q, **arguments))
     triton_call, our_call = utilities.launched
     assert our_call == triton_call
@@ -399,7 +424,7 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
     kernel = named_kernel(jit, "Q", "K", "X", "x_stride", "count", "BLOCK")
     launch = Launch(kernel, dict(BLOCK=64), {}, (16, 16), args=Args)
     launch.variants[16], launch.index, launch.metadata = (kernel.launch, ()), 0, ("first", "second")
-    shape, y = module.tiled((16, 16), (16, 1), 16), X.clone()
+    shape, y = tiled((16, 16), (16, 1), 16), X.clone()
     for q, k in ((X, y), (X, y), (X, X), (y, X)):
         launch(5, Args(Q=(q, shape), K=(k, shape), X=X, x_stride=16, count=3))
     assert [how for _, how in encoded] == ["first", "second", "second", "first"]
@@ -416,7 +441,7 @@ def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypat
 
     driver = SimpleNamespace(make_tensordesc_arg=encode)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
-    monkeypatch.setattr(module.Tiled, "typed", lambda self, base, rows: (base, rows))
+    monkeypatch.setattr(Tiled, "typed", lambda self, base, rows: (base, rows))
     monkeypatch.setattr(module, "_launcher", lambda compiled, described: (compiled.run.launch, ()))
 
     @launch_args
@@ -429,7 +454,7 @@ def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypat
         count: Number
 
     tiles, y = X.clone(), X.clone()
-    q_shape, k_shape = module.tiled((16, 16), (16, 1), 16), module.tiled((8, 16), (16, 1), 16)
+    q_shape, k_shape = tiled((16, 16), (16, 1), 16), tiled((8, 16), (16, 1), 16)
     numbers = dict(x_stride=32, count=3)
     kernels = [named_kernel(jit, *Args.fields, "BLOCK") for _ in range(2)]
     for kernel in kernels:
@@ -452,7 +477,7 @@ def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypat
         bind_launch(launches[1], 5, Args, Q=q_shape, K=k_shape, x_stride=32)
 
 
-def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
+def test_method_on_device_selects_the_device_of_its_object(monkeypatch):
     entered = []
 
     class Device:
@@ -465,7 +490,7 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
         def __exit__(self, *error):
             entered.append(None)
 
-    class Plan:
+    class Config:
         def __init__(self, index):
             self.index = index
 
@@ -478,9 +503,9 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
     for devices in (1, 2):
         monkeypatch.setattr(module, "device_count", lambda devices=devices: devices)
         assert (
-            Plan(None).run(3) == Plan(1).run(3) == (3, [])
+            Config(None).run(3) == Config(1).run(3) == (3, [])
         )  # in host memory, and on the current one
-    other = Plan(0)
+    other = Config(0)
     assert other.run(3) == (3, [0]) and other.run(4) == (4, [0, None, 0]) and entered[-1] is None
 
 

@@ -176,7 +176,9 @@ class Array:
     def shard_layout(self) -> Layout | None:
         """The layout if this is a shard, else None; for pytrees, which keep it with the shard."""
         layout: Layout | None = self.__dict__.get("layout")
-        return layout if layout is not None and layout.cut is not None else None
+        if layout is None or layout.cut is None:
+            return None
+        return layout.cut.static_layout(layout)
 
     @classmethod
     def from_leaves(

@@ -1,23 +1,21 @@
 """Checks and conversions of several arguments together.
 
-They serve shared layouts, broadcasting of dense operands, axes, and accumulation dtypes.
+They serve shared layouts, broadcasting of dense operands, and axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from . import checks
 from .array import Array
-from .backends import backend, constant, is_array
+from .backends import backend, is_array
 from .layout import has_same_rows
 
 SCALARS = *checks.NUMBERS, np.generic
-
-_accumulation_dtypes: dict[Any, Any] = {}
 
 
 def check_ragged(name: str, x: Any, *, shards: bool = False) -> Array:
@@ -217,43 +215,3 @@ def normalize_axis(name: str, axis: Any, ndim: int, allow_batch: bool = False) -
             f"axis: {name} works within each row or along element axes, not along the batch; got axis 0"
         )
     return axes[0]
-
-
-@constant
-def accumulation_dtype(xp: Any, dtype: Any) -> Any:
-    """Return the dtype to accumulate in: float32 for half precision, else the dtype itself."""
-    if (xp, dtype) not in _accumulation_dtypes:
-        half = xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32
-        _accumulation_dtypes[xp, dtype] = xp.float32 if half else dtype
-    return _accumulation_dtypes[xp, dtype]
-
-
-def cached_by_dtype(
-    make: Callable[[Any, dict[str, Any]], Any],
-) -> Callable[[Any, dict[str, Any]], Any]:
-    """Return `make` with a cache: it runs once per dtype and values of the options."""
-    cache: dict[Any, Any] = {}
-
-    @constant
-    def cached(dtype: Any, options: dict[str, Any]) -> Any:
-        key = (dtype, *options.values())
-        if key not in cache:
-            cache[key] = make(dtype, options)
-        return cache[key]
-
-    return cached
-
-
-def is_nonzero(xp: Any, values: Any) -> Any:
-    """Return which values are not 0, by comparison.
-
-    The standard casts no complex number to a boolean.
-    """
-    return values if xp.isdtype(values.dtype, "bool") else values != 0
-
-
-def real_dtype(xp: Any, dtype: Any) -> Any:
-    """Return the dtype of the real part."""
-    if not xp.isdtype(dtype, "complex floating"):
-        return dtype
-    return xp.float32 if dtype == xp.complex64 else xp.float64

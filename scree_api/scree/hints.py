@@ -93,5 +93,5 @@ def missing_from_operations(name: str, names: Iterable[str]) -> str:
 def _similar(name: str, names: Iterable[str], prefix: str) -> str:
     from difflib import get_close_matches  # few programs need it
 
-    found = get_close_matches(name, list(names), n=1)
-    return f"; did you mean {prefix}{found[0]}?" if found else ""
+    matches = get_close_matches(name, list(names), n=1)
+    return f"; did you mean {prefix}{matches[0]}?" if matches else ""

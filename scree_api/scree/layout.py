@@ -94,6 +94,10 @@ class RowCut(Protocol):
 
     positions: Any
 
+    def static_layout(self, layout: Layout) -> Layout:
+        """Return the layout of a shard for pytrees, which no trace made."""
+        return layout
+
     def run(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:

@@ -115,14 +115,14 @@ def build_namespace(lib: Backend) -> None:
 
 
 def _make_module(
-    name: str, doc: str, own: Any, table: dict[str, Kind], protocol: type, lib: Backend
+    name: str, doc: str, library: Any, table: dict[str, Kind], protocol: type, lib: Backend
 ) -> ModuleType:
-    """Return a module with every name of the table that the library has.
+    """Return a module with every name of the table that the namespace `library` has.
 
     The functions have the signature and the documentation of the protocol.
     """
     module = ModuleType(name, doc)
-    names = [x for x in table if hasattr(own, x)]
+    names = [x for x in table if hasattr(library, x)]
 
     def missing(attribute: str) -> NoReturn:
         operations = () if protocol is not Namespace else ragged.__all__
@@ -130,7 +130,7 @@ def _make_module(
 
     specification = type(protocol.__name__, (protocol,), {})()  # its methods are bound
     for x in names:
-        value = getattr(own, x)
+        value = getattr(library, x)
         if table[x].name != "plain":
             value = update_wrapper(bind(value, x, table[x], lib), getattr(specification, x))
             value.__module__, value.__qualname__ = name, x

@@ -15,11 +15,14 @@ import scree
 from scree_conformance import backends
 
 LIBRARIES = [name for name in backends.LIBRARIES if name != "strict_minimal"]
-NAMES = [
-    name
-    for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",")
-    if name in LIBRARIES
+_SELECTED = [
+    name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name
 ]
+if unknown := set(_SELECTED) - set(backends.LIBRARIES):
+    raise ValueError(
+        f"SCREE_BACKENDS: expected some of {', '.join(backends.LIBRARIES)}, got {sorted(unknown)}"
+    )
+NAMES = [name for name in _SELECTED if name in LIBRARIES]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import scree
 from scree.data import split_balanced
 from scree.distributed import shard, unshard
-from scree.distributed.pieces import cut_rows
+from scree.distributed.pieces import KeyPlan, Pieces, cut_rows, plan_keys, plan_remote_keys
 from scree.ops.attention import AttentionCall
 
 WINDOWS = [(True, None), (True, 5), (False, None), (False, (3, 2)), (False, (None, 4))]
@@ -441,3 +441,67 @@ def test_cut_rows_cuts_only_where_whole_rows_are_unbalanced() -> None:
     assert rows == [0] and max(loads) <= 961
     rows, loads = cut_and_loads([900, 900, 300], 2)
     assert rows == [2] and max(loads) - min(loads) <= 2
+
+
+def tokens_of(pieces: Pieces, rank: int) -> list[tuple[int, int]]:
+    """Return the row and the position of each token of a rank."""
+    mine = pieces.select(pieces.ranks == rank)
+    return [
+        (row, position)
+        for row, start, stop in zip(mine.rows, mine.starts, mine.stops, strict=True)
+        for position in range(start, stop)
+    ]
+
+
+def delivered_keys(
+    pieces: Pieces, plans: list[Any], rank: int, plan: KeyPlan
+) -> list[tuple[int, int]]:
+    """Return the row and the position of each key that a rank gets by the plans of all ranks."""
+    buffers = []
+    for source in range(len(plans)):
+        tokens = tokens_of(pieces, source)
+        if source != rank:
+            runs = plans[source].sent[rank]
+            tokens = [x for start, length in runs for x in tokens[start : start + length]]
+            assert len(tokens) == plan.received[source]
+        buffers.append(tokens)
+    return [x for source, start, length in plan.keys for x in buffers[source][start:][:length]]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0), (3, 2), (None, 4)])
+def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None, ...]) -> None:
+    left, right = window
+    for seed in range(8):
+        lengths = make_lengths(seed).astype(np.int64)
+        pieces = cut_rows(lengths, num_ranks, (1, 1))
+        plans = [plan_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
+        remote = [plan_remote_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
+        for rank, plan in enumerate(plans):
+            mine = np.flatnonzero(pieces.ranks == rank)
+            own = set(tokens_of(pieces, rank))
+            every: dict[int, list[tuple[int, int]]] = {}
+            for p in mine.tolist():
+                row, length = int(pieces.rows[p]), int(lengths[pieces.rows[p]])
+                is_whole = int(pieces.lengths[p]) == length
+                seen = {
+                    (row, key)
+                    for query in range(pieces.starts[p], pieces.stops[p])
+                    for key in range(length)
+                    if is_whole
+                    or (
+                        (left is None or key >= query - left)
+                        and (right is None or key <= query + right)
+                    )
+                }
+                every[p] = sorted(seen)
+            order = [int(mine[i]) for group in plan.groups for i in group.pieces]
+            assert sorted(order) == mine.tolist()
+            expected = [x for p in order for x in every[p]]
+            assert delivered_keys(pieces, plans, rank, plan) == expected
+            counts = [n for group in plan.groups for n in group.key_lengths.tolist()]
+            assert counts == [len(every[p]) for p in order]
+            other = remote[rank]
+            if other is not None:
+                expected = [x for p in mine.tolist() for x in every[p] if x not in own]
+                assert delivered_keys(pieces, remote, rank, other) == expected

@@ -41,7 +41,7 @@ EXTRAS = {"rich", "tokenizers", "safetensors", "awkward", "pyarrow", "scipy", "t
 #: there is no circle.
 LAYERS = """
 backends
-checks hints
+checks dtypes hints
 layout
 array
 broadcasting display dispatch

@@ -115,6 +115,18 @@ def check() -> None:
     ):
         with pytest.raises(error, match=message):
             jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(part)
+
+    # One cut of the device serves all operations of a trace; results of a trace have the cut of all.
+    cuts = set()
+
+    def layers(y: Any) -> Any:
+        for _ in range(2):
+            y = scree.attention(scree.rms_norm(y), y, y, causal=True) + y
+            cuts.add(id(y.layout.cut))
+        return y
+
+    out = jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=spec, out_specs=spec))(part)
+    assert out.layout is part.layout and len(cuts) == 1
     print("all equal")
 
 

@@ -21,7 +21,7 @@ from ..session import Session
 #: Device and --quick -> divisor of all lengths.
 SCALES = {("cuda", False): 1, ("cuda", True): 16, ("cpu", False): 32, ("cpu", True): 256}
 #: Device -> query heads, key heads and head_dim.
-HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}
+HEADS = {"cuda": (32, 8, 128), "cpu": (16, 8, 8)}
 #: Device -> default of --size.
 SIZE = {"cuda": "124m", "cpu": "tiny"}
 PARTS = ("attention", "balance")
@@ -95,16 +95,9 @@ def command(
         if session.device == "cuda" and count < world:
             return session.leave_out(f"{world} processes", f"there are {count} GPUs")
         scale = SCALES[session.device, quick]
-        chosen = parse_words(parts, "--parts", PARTS)
-        names = _batch_names(batches, scale) if "attention" in chosen else []
-        sequence = [f"attention: {name}" for name in names]
-        sequence += ["balance"] if "balance" in chosen else []
-        sequence += [f"model: {name}" for name in MODEL_BATCHES if model]
-        sequence += [f"mesh: {name}" for name in MODEL_BATCHES if mesh]
-        sequence += [f"peers: {name}" for name in names if peers]
         job = Job(
             session.device,
-            tuple(sequence),
+            _sequence(parts, batches, scale, model, bool(mesh), bool(peers)),
             scale,
             HEADS[session.device],
             str(peers or ""),
@@ -115,6 +108,20 @@ def command(
         )
         _measure(session, world, job)
     return None
+
+
+def _sequence(
+    parts: str, batches: str, scale: int, has_model: bool, has_mesh: bool, has_peers: bool
+) -> tuple[str, ...]:
+    """Return the names of the parts in the order in which they run; see `Job`."""
+    chosen = parse_words(parts, "--parts", PARTS)
+    names = _batch_names(batches, scale) if "attention" in chosen else []
+    sequence = [f"attention: {name}" for name in names]
+    sequence += ["balance"] if "balance" in chosen else []
+    sequence += [f"model: {name}" for name in MODEL_BATCHES if has_model]
+    sequence += [f"mesh: {name}" for name in MODEL_BATCHES if has_mesh]
+    sequence += [f"peers: {name}" for name in names if has_peers]
+    return tuple(sequence)
 
 
 def _batch_names(batches: str, scale: int) -> list[str]:

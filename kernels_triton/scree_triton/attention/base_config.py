@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from .tile_scheduler import max_tiles
 
 #: The L2 cache of an H100 holds the keys and values of this many numbers, summed over heads.
 _L2_NUMBERS = 40_000_000
+#: The parameters of the functions that launch forward and backward.
+FORWARD_PARAMETERS = "q, k, v, slopes, out, lse, count, seed=None"
+BACKWARD_PARAMETERS = "q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, seed=None"
 
 
 def count_heads_in_l2(heads: int, limit: int) -> int:
@@ -37,6 +41,10 @@ class LaunchConfig:
         self.heads, self.k_heads = self.q.heads, self.k.heads
         self.out_stride = self.heads * self.v.head_dim
         self.empty = empty(device.type)
+
+    def next_counter(self) -> torch.Tensor | None:
+        """Return the tile counters of the next launches; None for kernels without counters."""
+        return None
 
     def _query_tiles(
         self,
@@ -114,14 +122,15 @@ class LaunchConfig:
 
         With dropout it takes the seed too, an int64 tensor of one element.
         """
-        new = self.empty
-        out_like = *contiguous((total_q, self.heads, self.v.head_dim)), self.dtype
-        lse_like = *contiguous((self.heads, total_q)), torch.float32
+        out_shape = contiguous((total_q, self.heads, self.v.head_dim))
+        new_out = partial(self.empty, *out_shape, self.dtype)
+        new_lse = partial(self.empty, *contiguous((self.heads, total_q)), torch.float32)
         launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
+        next_counter = self.next_counter
 
         def run(q, k, v, slopes, *seed):
-            out, lse = new(*out_like), new(*lse_like)
-            launch(q, k, v, q if slopes is None else slopes, out, lse, *seed)
+            out, lse = new_out(), new_lse()
+            launch(q, k, v, slopes, out, lse, next_counter(), *seed)
             return out, lse
 
         return on_device(self.index, run)
@@ -148,43 +157,30 @@ class LaunchConfig:
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
     ) -> Callable[..., Any]:
         """Return a function of the other arguments that computes `backward` on these rows."""
-        new, prepare = self.empty, self._backward(layout, total_q, total_k, spec)
-        dq_like, dk_like, dv_like = (
-            (*contiguous(shape), self.dtype)
+        prepare, next_counter = self._backward(layout, total_q, total_k, spec), self.next_counter
+        new_dq, new_dk, new_dv = (
+            partial(self.empty, *contiguous(shape), self.dtype)
             for shape in (
                 (total_q, self.heads, self.q.head_dim),
                 (total_k, self.k_heads, self.q.head_dim),
                 (total_k, self.k_heads, self.v.head_dim),
             )
         )
-        stats_like = *contiguous((2, self.heads, total_q)), torch.float32
+        new_stats = partial(self.empty, *contiguous((2, self.heads, total_q)), torch.float32)
         launches: dict[Any, Callable[..., None]] = {}
 
         def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
             if dout is None:
                 dout = torch.zeros_like(out)
-            strides = dout.stride(), None if dlse is None else dlse.stride()
-            launch = launches.get((*strides, dout.data_ptr() & 15))
+            key = dout.stride(), None if dlse is None else dlse.stride(), dout.data_ptr() & 15
+            launch = launches.get(key)
             if launch is None:
                 dout = dout if self._reads_in_place(dout) else dout.contiguous()
-                strides = dout.stride(), strides[1]
+                strides = dout.stride(), key[1]
                 launch = launches[*strides, dout.data_ptr() & 15] = prepare(*strides)
-            dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
-            launch(
-                q,
-                k,
-                v,
-                q if slopes is None else slopes,
-                out,
-                lse,
-                dout,
-                lse if dlse is None else dlse,
-                stats,
-                dq,
-                dk,
-                dv,
-                *seed,
-            )
+            dq, dk, dv, stats = new_dq(), new_dk(), new_dv(), new_stats()
+            count = next_counter()
+            launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, *seed)
             return dq, dk, dv
 
         return on_device(self.index, run)

@@ -1,5 +1,6 @@
 """A cost model of dK and dV: into how many splits to divide the query heads of a key head."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .metadata import AttentionSpec
@@ -10,6 +11,8 @@ from .tile_scheduler import UNBOUNDED
 _SPLIT_FLOPS, _SPLIT_BYTES, _SPLIT_SECONDS = 4.2e12, 2.5e12, 3e-6
 #: Seconds of a tile before and after its products, and queries per block.
 _TILE_SECONDS, _QUERY_BLOCK = 3e-6, 64
+#: The fewest splits are chosen whose cost relative to the least cost is at most this.
+_TOLERANCE = 1.04
 
 
 class KeyTileWork(NamedTuple):
@@ -24,12 +27,19 @@ class KeyTileWork(NamedTuple):
 
 
 def estimate_work(
-    num_rows: int, max_seqlen: int, total_q: int, total_k: int, tile_size: int, spec: AttentionSpec
+    num_rows: int,
+    max_seqlen: int,
+    total_q: int,
+    total_k: int,
+    tile_size: int,
+    spec: AttentionSpec,
+    aligned: bool = True,
 ) -> KeyTileWork:
     """Estimate the work of tiles of `tile_size` keys from the metadata on the host.
 
     One row has the largest length, and the others are equal. Where the largest length is unknown,
-    it is four times the mean.
+    it is four times the mean. With `aligned`, one row has the most queries and the most keys;
+    otherwise two rows have them.
     """
     num_others = max(num_rows - 1, 1)
     longest_rows = [
@@ -37,7 +47,11 @@ def estimate_work(
         for total in (total_q, total_k)
     ]
     longest_q, longest_k = longest_rows
-    pairs = longest_q * longest_k + (total_q - longest_q) * (total_k - longest_k) / num_others
+    other_q, other_k = (total_q - longest_q) / num_others, (total_k - longest_k) / num_others
+    if aligned or num_rows < 2:
+        pairs = longest_q * longest_k + num_others * other_q * other_k
+    else:
+        pairs = longest_q * other_k + other_q * longest_k + (num_rows - 2) * other_q * other_k
     window_left, window_right, *_ = spec
     if min(window_left, window_right) < UNBOUNDED:
         # A causal mask leaves about half of the pairs.
@@ -51,7 +65,13 @@ def estimate_work(
 
 
 def choose_splits(
-    group: int, k_heads: int, total_k: int, dims: int, work: KeyTileWork, sm_count: int
+    group: int,
+    k_heads: int,
+    total_q: int,
+    total_k: int,
+    dims: int,
+    works: Sequence[KeyTileWork],
+    sm_count: int,
 ) -> int:
     """Return into how many splits to divide the query heads of a key head in dK and dV.
 
@@ -61,25 +81,41 @@ def choose_splits(
     ----------
     group
         Query heads per key head.
-    k_heads, total_k
-        Number of key heads, and of keys.
+    k_heads
+        Number of key heads.
+    total_q, total_k
+        Number of queries, and of keys.
     dims
         head_dim of q and k plus head_dim of v.
-    work
-        Work of one query head, see `estimate_work`.
+    works
+        Estimates of the work of one query head, see `estimate_work`, the most likely one first.
+        The others choose among the numbers that cost little by the first one. They choose no number
+        whose partial sums have more numbers than q and the gradient of the output.
     sm_count
         Number of CTAs that run at once.
     """
+    choices = [splits for splits in range(1, group + 1) if group % splits == 0]
+    for i, work in enumerate(works):
+        if i > 0:
+            fitting = (x for x in choices[1:] if x * total_k <= group * total_q)
+            choices = [choices[0], *fitting]
+        costs = [_cost(splits, group, k_heads, total_k, dims, work, sm_count) for splits in choices]
+        limit = _TOLERANCE * min(costs)
+        choices = [x for x, cost in zip(choices, costs, strict=True) if cost <= limit]
+    return choices[0]
+
+
+def _cost(
+    splits: int, group: int, k_heads: int, total_k: int, dims: int, work: KeyTileWork, sm_count: int
+) -> float:
+    """Return the seconds of dK and dV by the model."""
     seconds = 4 * dims / _SPLIT_FLOPS
     mean = work.total * seconds * k_heads * group / sm_count
-    costs = {}
-    for splits in (s for s in range(1, group + 1) if group % s == 0):
-        longest = work.longest * seconds * group / splits
-        tiles_per_sm = max(work.tiles * k_heads * splits / sm_count, 1.0)
-        # With few tiles per SM, the last CTA ends a part of the longest tile after the mean.
-        imbalance = longest / 4 * min(3 / tiles_per_sm, 1.0)
-        costs[splits] = max(longest, mean + imbalance) + tiles_per_sm * _TILE_SECONDS
-        if splits > 1:
-            costs[splits] += _SPLIT_SECONDS + 4 * splits * total_k * k_heads * dims / _SPLIT_BYTES
-    limit = 1.04 * min(costs.values())
-    return next(splits for splits, cost in costs.items() if cost <= limit)
+    longest = work.longest * seconds * group / splits
+    tiles_per_sm = max(work.tiles * k_heads * splits / sm_count, 1.0)
+    # With few tiles per SM, the last CTA ends a part of the longest tile after the mean.
+    imbalance = longest / 4 * min(3 / tiles_per_sm, 1.0)
+    cost = max(longest, mean + imbalance) + tiles_per_sm * _TILE_SECONDS
+    if splits > 1:
+        cost += _SPLIT_SECONDS + 4 * splits * total_k * k_heads * dims / _SPLIT_BYTES
+    return cost

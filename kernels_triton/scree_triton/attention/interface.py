@@ -18,7 +18,7 @@ from scree.ops.philox import RESOLUTION, threshold
 from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info
-from ..runtime.fallback import falls_back_to, gradients, record_replacement
+from ..runtime.fallback import falls_back_to, gradients, record_replacement, run_standard
 from .base_config import LaunchConfig
 from .launch_configs import (
     get_launch_config,
@@ -164,11 +164,11 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
     is_float32 = call.q.values.dtype == torch.float32
     # Alignment and precision setting -> functions that run forward and backward.
-    prepared: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
+    prepared: dict[Any, tuple[Callable[..., Any], Any]] = {}
 
     def prepare(
         q: Any, k: Any, values: tuple[torch.Tensor, ...], key: Any
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    ) -> tuple[Callable[..., Any], Any]:
         max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
         layout = VarlenLayout(q.offsets, k.offsets, q.layout.pair_cache(k.layout), max_seqlen)
         config = get_launch_config(*values, layout, spec, alibi)
@@ -181,18 +181,22 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     def run_prepared(
         q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> Any:
-        values, layout = (q.values, k.values, v.values), q.layout
+        q_values, k_values, v_values, layout = q.values, k.values, v.values, q.layout
         slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, layout)
-        key = is_tma_aligned(*values), is_float32 and allows_tf32(torch.float32)
-        forward, backward = prepared.get(key) or prepare(q, k, values, key)
+        # `is_tma_aligned`, without a function call.
+        key: Any = (q_values.data_ptr() | k_values.data_ptr() | v_values.data_ptr()) & 15 == 0
+        if is_float32:
+            key = key, allows_tf32(torch.float32)
+        functions = prepared.get(key) or prepare(q, k, (q_values, k_values, v_values), key)
         seeds = () if seed is None else (seed,)
-        if not (needs_grad and torch.is_grad_enabled()):
-            out, lse = forward(*values, slopes, *seeds)
-        else:
-            constants = forward, backward, slopes, seeds, return_lse
-            out = _differentiable_attention(*values, constants)
+        if needs_grad and torch.is_grad_enabled():
+            constants = *functions, slopes, seeds, return_lse
+            apply = _apply if _is_transformed() else _apply_in_c
+            out = apply(q_values, k_values, v_values, constants)
             if return_lse:
                 out, lse = out
+        else:
+            out, lse = functions[0](q_values, k_values, v_values, slopes, *seeds)
         if return_lse:
             return q.from_layout(out, layout), q.from_layout(lse.t(), layout)
         return q.from_layout(out, layout)
@@ -313,8 +317,12 @@ def attention_backward(
         The gradients, with the shapes and dtypes of q, k and v.
     """
     config = get_launch_config(q, k, v, layout, spec, 0)
-    run = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
-    return run(q, k, v, None, out, lse, dout, dlse)  # type: ignore[no-any-return]
+    run, other = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
+    args = q, k, v, None, out, lse, dout, dlse
+    try:
+        return run(*args)  # type: ignore[no-any-return]
+    except KernelUnavailableError as error:
+        return run_standard(other, args, error, __name__)  # type: ignore[no-any-return]
 
 
 def attention_forward(
@@ -430,32 +438,44 @@ def _other_backward(config, layout, spec, q, k, v, slopes, out, lse, dout, dlse,
 
 def _prepare_backward(
     config: LaunchConfig, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
-) -> Callable[..., Any]:
-    """Return the function of `LaunchConfig.prepare_backward`, which falls back."""
-    # The function can be in the cache of the layout, so it must not hold the cache.
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the function of `LaunchConfig.prepare_backward`, and the function that replaces it."""
+    # The functions can be in the cache of the layout, so they must not hold the cache.
     rows = layout._replace(cache=None)
-    return falls_back_to(lambda *args: _other_backward(config, rows, spec, *args))(
-        config.prepare_backward(layout, total_q, total_k, spec)
-    )
+    run = config.prepare_backward(layout, total_q, total_k, spec)
+    return run, partial(_other_backward, config, rows, spec)
 
 
 def _record_attention(ctx, q, k, v, constants):
     # The constants are one tuple, because every argument of an autograd function costs time.
-    run, ctx.run_back, slopes, seed, return_lse = constants
+    run, ctx.functions, slopes, seed, return_lse = constants
     out, lse = run(q, k, v, slopes, *seed)
     ctx.save_for_backward(q, k, v, slopes, out, lse, *seed)
-    ctx.set_materialize_grads(False)
-    return (out, lse) if return_lse else out
+    if return_lse:
+        ctx.set_materialize_grads(False)
+        return out, lse
+    return out
 
 
 def _attention_gradient(ctx, dout, dlse=None):
+    # Decorators around this function, such as `falls_back_to`, would take host time at every call.
+    if torch.is_grad_enabled():
+        return _gradient_without_derivative(ctx, dout, dlse)
     q, k, v, slopes, out, lse, *seed = ctx.saved_tensors
-    return *ctx.run_back(q, k, v, slopes, out, lse, dout, dlse, *seed), None
+    run, other = ctx.functions
+    args = q, k, v, slopes, out, lse, dout, dlse, *seed
+    try:
+        return *run(*args), None
+    except KernelUnavailableError as error:
+        return *run_standard(other, args, error, __name__), None
 
 
+_gradient_without_derivative = torch.autograd.function.once_differentiable(_attention_gradient)
 _differentiable_attention = differentiable(
-    "Attention", _record_attention, _attention_gradient, second_derivative="none"
+    "Attention", _record_attention, _attention_gradient, second_derivative="own"
 )
+_apply, _apply_in_c = _differentiable_attention.apply, _differentiable_attention.apply_in_c
+_is_transformed = torch._C._are_functorch_transforms_active
 
 
 def _traced(

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, bind_launch
+from ..runtime.launch import BoundLaunch, Launch, bind_launches
 from . import portable
 from .arguments import (
     BackwardNumbers,
@@ -20,7 +20,7 @@ from .arguments import (
     PortableForwardArgs,
     PortableForwardStrides,
 )
-from .base_config import LaunchConfig
+from .base_config import BACKWARD_PARAMETERS, FORWARD_PARAMETERS, LaunchConfig
 from .metadata import AttentionSpec, HeadLayout, VarlenLayout
 from .tile_configs import Tile, Tiles, portable_tiles
 
@@ -59,6 +59,10 @@ class PortableConfig(LaunchConfig):
         capability = device_info(device).capability
         self.tiles = tiles or portable_tiles(capability, *self.kind, dropout=dropout)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
+        # Arrays that a call does not have get any pointer, which the kernels do not read.
+        self.tensors = dict(
+            Q="q", K="k", V="v", SLOPES="slopes" if alibi else "q", SEED="seed" if dropout else "q"
+        )
 
         def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
             return Launch(
@@ -128,20 +132,19 @@ class PortableConfig(LaunchConfig):
         dropout = DropoutNumbers(spec.dropout)
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec[:4])
-        launch = bind_launch(
+        launch = BoundLaunch(
             self.forward_launch,
             ctas,
             PortableForwardArgs,
+            **self.tensors,
+            OUT="out",
+            LSE="lse",
             TILES=tiles,
             **strides._asdict(),
             **numbers._asdict(),
             **dropout._asdict(),
         )
-
-        def run(q, k, v, slopes, out, lse, seed=None):
-            launch(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse, SEED=q if seed is None else seed)
-
-        return run
+        return bind_launches(FORWARD_PARAMETERS, launch)
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride = self.heads * total_q
@@ -181,47 +184,43 @@ class PortableConfig(LaunchConfig):
                 stride_dvn=self.k_heads * self.v.head_dim,
             )
 
-            dq_launch = dkdv_launch = lambda **_: None
+            launches = []
             if query_tiles is not None:
-                dq_launch = bind_launch(
-                    self.dq_launches[dlse_strides is not None],
-                    dq_ctas,
-                    PortableDqArgs,
-                    TILES=query_tiles,
-                    **dq_strides._asdict(),
-                    **dq_numbers._asdict(),
-                    **dropout._asdict(),
+                launches.append(
+                    BoundLaunch(
+                        self.dq_launches[dlse_strides is not None],
+                        dq_ctas,
+                        PortableDqArgs,
+                        **self.tensors,
+                        OUT="out",
+                        LSE="lse",
+                        DO="dout",
+                        DLSE="lse" if dlse_strides is None else "dlse",
+                        STATS="stats",
+                        DQ="dq",
+                        TILES=query_tiles,
+                        **dq_strides._asdict(),
+                        **dq_numbers._asdict(),
+                        **dropout._asdict(),
+                    )
                 )
             if key_tiles is not None:
-                dkdv_launch = bind_launch(
-                    self.dkdv_launch,
-                    dkdv_ctas,
-                    PortableDkdvArgs,
-                    TILES=key_tiles,
-                    **dkdv_strides._asdict(),
-                    **dkdv_numbers._asdict(),
-                    **dropout._asdict(),
+                launches.append(
+                    BoundLaunch(
+                        self.dkdv_launch,
+                        dkdv_ctas,
+                        PortableDkdvArgs,
+                        **self.tensors,
+                        DO="dout",
+                        STATS="stats",
+                        DK="dk",
+                        DV="dv",
+                        TILES=key_tiles,
+                        **dkdv_strides._asdict(),
+                        **dkdv_numbers._asdict(),
+                        **dropout._asdict(),
+                    )
                 )
-
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, seed=None):
-                seed = q if seed is None else seed
-                dq_launch(
-                    Q=q,
-                    K=k,
-                    V=v,
-                    SLOPES=slopes,
-                    OUT=out,
-                    LSE=lse,
-                    DO=dout,
-                    DLSE=dlse,
-                    STATS=stats,
-                    DQ=dq,
-                    SEED=seed,
-                )
-                dkdv_launch(
-                    Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv, SEED=seed
-                )
-
-            return run
+            return bind_launches(BACKWARD_PARAMETERS, *launches) if launches else lambda *_: None
 
         return prepare

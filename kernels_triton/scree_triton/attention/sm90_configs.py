@@ -5,8 +5,9 @@ from typing import Any
 import torch
 import triton
 
+from ..runtime.descriptors import ragged
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, bind_launch, contiguous, ragged
+from ..runtime.launch import BoundLaunch, Launch, bind_launch, bind_launches, contiguous
 from . import sum_splits
 from .arguments import (
     BackwardNumbers,
@@ -27,7 +28,7 @@ from .arguments import (
     SplitDoutArgs,
     SumSplitsArgs,
 )
-from .base_config import LaunchConfig, count_heads_in_l2
+from .base_config import BACKWARD_PARAMETERS, FORWARD_PARAMETERS, LaunchConfig, count_heads_in_l2
 from .dkdv_splits import choose_splits, estimate_work
 from .metadata import (
     ALL_ROWS,
@@ -39,6 +40,7 @@ from .metadata import (
     to_base2,
 )
 from .tile_configs import SM90_TILES, head_parts, sm90_tiles
+from .tile_scheduler import UNBOUNDED
 
 #: Elements per CTA of the kernel that sums over splits.
 _SUM_BLOCK = 1024
@@ -84,7 +86,8 @@ class Sm90Config(LaunchConfig):
         # Softcap and ALiBi are compiled only together with a window, which may be unbounded.
         window = window or softcap or alibi
         causal = causal and not window
-        self.counter = pipeline.tile_counter
+        self.next_counter = pipeline.tile_counters(device)
+        self.slopes = "slopes" if alibi else "q"  # a pointer that the kernels do not read
         self.rows = rows
         self.tiles = sm90_tiles(
             2, self.q.head_dim, self.v.head_dim, small_batch, long_rows, rows.merged
@@ -191,8 +194,14 @@ class Sm90Config(LaunchConfig):
         num_rows = layout.cu_seqlens_q.shape[0] - 1
         group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
         block_n = self.tiles.dkdv.block_n
-        work = estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec)
-        return choose_splits(group, self.k_heads, total_k, dims, work, self.max_ctas)
+        # The longest row of queries need not attend to the longest row of keys. In causal rows,
+        # queries before the first key attend to nothing, so a tile of few keys has few queries.
+        is_aligned = layout.cu_seqlens_q is layout.cu_seqlens_k or spec.window_right < UNBOUNDED
+        works = [
+            estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec, aligned)
+            for aligned in ((True,) if is_aligned else (True, False))
+        ]
+        return choose_splits(group, self.k_heads, total_q, total_k, dims, works, self.max_ctas)
 
     def _sum_splits_launch(self, splits_per_khead: int) -> Launch:
         """Return the launch that sums dk and dv over so many splits per key head."""
@@ -221,7 +230,6 @@ class Sm90Config(LaunchConfig):
         )
 
     def _forward(self, layout, total_q, spec):
-        counter, device = self.counter, self.device
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
         tile = self.tiles.forward
@@ -231,41 +239,31 @@ class Sm90Config(LaunchConfig):
         numbers = ForwardNumbers(
             total_q, self.heads, self.heads // self.k_heads, heads_in_l2, *to_base2(spec)
         )
-        launch = bind_launch(
-            self.forward_launch,
-            ctas,
-            ForwardArgs,
-            q_desc=q_desc,
-            k_desc=k_desc,
-            v_desc=v_desc,
-            o_desc=_descriptor(out_layout),
-            TILES=tiles,
-            **strides._asdict(),
-            **numbers._asdict(),
-        )
-
         # The kernel writes the output through the descriptor or through the pointer, and the other
         # one needs a tensor as well. This is q: TMA can address it, and a launch that is recorded
         # must not have memory that it writes as two arguments.
-        by_tma = self.stores_by_tma
-
-        def run(q, k, v, slopes, out, lse):
-            launch(
-                q_desc=q,
-                k_desc=k,
-                v_desc=v,
-                o_desc=out if by_tma else q,
-                SLOPES=slopes,
-                OUT=q if by_tma else out,
-                LSE=lse,
-                COUNTER=counter(device),
-            )
-
-        return run
+        described, written = ("out", "q") if self.stores_by_tma else ("q", "out")
+        launch = BoundLaunch(
+            self.forward_launch,
+            ctas,
+            ForwardArgs,
+            q_desc=("q", q_desc),
+            k_desc=("k", k_desc),
+            v_desc=("v", v_desc),
+            o_desc=(described, _descriptor(out_layout)),
+            SLOPES=self.slopes,
+            OUT=written,
+            LSE="lse",
+            TILES=tiles,
+            COUNTER="count",
+            **strides._asdict(),
+            **numbers._asdict(),
+        )
+        return bind_launches(FORWARD_PARAMETERS, launch)
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, to_base2(spec)
-        counter, device, k_heads = self.counter, self.device, self.k_heads
+        k_heads = self.k_heads
         dq, dkdv = self.tiles.dq, self.tiles.dkdv
         query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
         splits = self._count_splits(layout, total_q, total_k, spec)
@@ -290,8 +288,15 @@ class Sm90Config(LaunchConfig):
         )
         if splits > 1:
             sum_ctas = sum(triton.cdiv(k_rows * x.head_dim, _SUM_BLOCK) for x in (self.q, self.v))
-            sum_launch = bind_launch(
-                self._sum_splits_launch(splits), sum_ctas, SumSplitsArgs, rows=k_rows
+            sum_launch = BoundLaunch(
+                self._sum_splits_launch(splits),
+                sum_ctas,
+                SumSplitsArgs,
+                DK_SPLITS="dk_splits",
+                DV_SPLITS="dv_splits",
+                DK="dk",
+                DV="dv",
+                rows=k_rows,
             )
 
         def prepare(dout_strides, dlse_strides):
@@ -302,7 +307,10 @@ class Sm90Config(LaunchConfig):
             dq_layout = HeadLayout(heads, head_dim, heads * head_dim, head_dim)
             q_desc, k_desc, v_desc = self.descriptors
             descriptors = dict(
-                q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, do_desc=_descriptor(dout_layout)
+                q_desc=("q", q_desc),
+                k_desc=("k", k_desc),
+                v_desc=("v", v_desc),
+                do_desc=("dout", _descriptor(dout_layout)),
             )
             dq_strides = DqStrides(
                 *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
@@ -321,61 +329,47 @@ class Sm90Config(LaunchConfig):
                 stride_dkn=k_heads * splits * head_dim,
                 stride_dvn=k_heads * splits * self.v.head_dim,
             )
-            dq_launch = bind_launch(
-                self.dq_launches[dlse_strides is not None],
-                dq_ctas,
-                DqArgs,
-                **descriptors,
-                dq_desc=_descriptor(dq_layout),
-                TILES=query_tiles,
-                **dq_strides._asdict(),
-                **dq_numbers._asdict(),
-            )
-            bound_dkdv_launches = [
-                bind_launch(
+            launches = [
+                BoundLaunch(
+                    self.dq_launches[dlse_strides is not None],
+                    dq_ctas,
+                    DqArgs,
+                    **descriptors,
+                    dq_desc=("dq", _descriptor(dq_layout)),
+                    SLOPES=self.slopes,
+                    OUT="out",
+                    LSE="lse",
+                    DLSE="lse" if dlse_strides is None else "dlse",
+                    STATS="stats",
+                    TILES=query_tiles,
+                    COUNTER="count",
+                    **dq_strides._asdict(),
+                    **dq_numbers._asdict(),
+                )
+            ]
+            launches += [
+                BoundLaunch(
                     launch,
                     dkdv_ctas,
                     DkdvArgs,
                     **descriptors,
+                    SLOPES=self.slopes,
+                    STATS="stats",
+                    DK="dk" if splits == 1 else "dk_splits",
+                    DV="dv" if splits == 1 else "dv_splits",
                     TILES=key_tiles,
+                    COUNTER="count",
                     **dkdv_strides._asdict(),
                     **dkdv_numbers._asdict(),
                 )
                 for launch in dkdv_launches
             ]
-
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                count = counter(device)
-                dq_launch(
-                    q_desc=q,
-                    k_desc=k,
-                    v_desc=v,
-                    do_desc=dout,
-                    dq_desc=dq,
-                    SLOPES=slopes,
-                    OUT=out,
-                    LSE=lse,
-                    DLSE=dlse,
-                    STATS=stats,
-                    COUNTER=count,
-                )
-                dk_splits, dv_splits = (new(*dk_like), new(*dv_like)) if splits > 1 else (dk, dv)
-                for launch in bound_dkdv_launches:
-                    launch(
-                        q_desc=q,
-                        k_desc=k,
-                        v_desc=v,
-                        do_desc=dout,
-                        SLOPES=slopes,
-                        STATS=stats,
-                        DK=dk_splits,
-                        DV=dv_splits,
-                        COUNTER=count,
-                    )
-                if splits > 1:
-                    sum_launch(DK_SPLITS=dk_splits, DV_SPLITS=dv_splits, DK=dk, DV=dv)
-
-            return run
+            if splits == 1:
+                return bind_launches(BACKWARD_PARAMETERS, *launches)
+            launch_all = bind_launches(
+                f"{BACKWARD_PARAMETERS}, *, dk_splits, dv_splits", *launches, sum_launch
+            )
+            return lambda *args: launch_all(*args, dk_splits=new(*dk_like), dv_splits=new(*dv_like))
 
         return prepare
 
@@ -386,14 +380,18 @@ class Sm90MixedConfig(LaunchConfig):
     def __init__(self, short: Sm90Config, other: Sm90Config):
         super().__init__(short.device, short.dtype, (short.q, short.k, short.v))
         self.short, self.other = short, other
-        self._reads_in_place = other._reads_in_place
+        self._reads_in_place, self.next_counter = other._reads_in_place, other.next_counter
 
     def _forward(self, layout, total_q, spec):
         short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+        return self._run_both(short, other)
+
+    def _run_both(self, short, other):
+        next_counter = self.next_counter
 
         def run(*args):
             other(*args)
-            short(*args)
+            short(*args[:-1], next_counter())
 
         return run
 
@@ -403,13 +401,7 @@ class Sm90MixedConfig(LaunchConfig):
         )
 
         def prepare(*strides):
-            short, other = prepare_short(*strides), prepare_other(*strides)
-
-            def run(*args):
-                other(*args)
-                short(*args)
-
-            return run
+            return self._run_both(prepare_short(*strides), prepare_other(*strides))
 
         return prepare
 
@@ -434,7 +426,8 @@ class Bf16x3Config(LaunchConfig):
 
         super().__init__(device, torch.float32, layouts)
         dim, count = self.q.head_dim, bf16x3.TERMS.value
-        self.counter, self.terms = pipeline.tile_counter, count
+        self.next_counter, self.terms = pipeline.tile_counters(device), count
+        self.has_slopes = alibi
         self.tiles = SM90_TILES[4, dim]
         self.max_ctas = device_info(device).sm_count
         # The terms of a head are adjacent. dout has the layout of q.
@@ -504,7 +497,7 @@ class Bf16x3Config(LaunchConfig):
         return terms
 
     def _forward(self, layout, total_q, spec):
-        counter, device, split = self.counter, self.device, self._split
+        split, has_slopes = self._split, self.has_slopes
         q_desc, k_desc, v_desc = self.forward_descriptors
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
         strides = Float32ForwardStrides(self.q.head_stride, self.out_stride)
@@ -521,22 +514,22 @@ class Bf16x3Config(LaunchConfig):
             **numbers._asdict(),
         )
 
-        def run(q, k, v, slopes, out, lse):
+        def run(q, k, v, slopes, out, lse, count):
             launch(
                 q_desc=q,
                 k_desc=split(k),
                 v_desc=split(v),
-                SLOPES=slopes,
+                SLOPES=slopes if has_slopes else q,
                 OUT=out,
                 LSE=lse,
-                COUNTER=counter(device),
+                COUNTER=count,
             )
 
         return run
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, to_base2(spec)
-        counter, device, split = self.counter, self.device, self._split
+        split, has_slopes = self._split, self.has_slopes
         query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
         stride_dqm, stride_dkn = self.out_stride, self.k_heads * self.q.head_dim
@@ -583,12 +576,16 @@ class Bf16x3Config(LaunchConfig):
                 **dkdv_numbers._asdict(),
             )
 
-            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                split_dout = self._empty_terms(dout)
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count):
+                slopes, split_dout = slopes if has_slopes else q, self._empty_terms(dout)
                 split_dout_launch(
-                    OUT=out, DO=dout, LSE=lse, DLSE=dlse, STATS=stats, SPLIT=split_dout
+                    OUT=out,
+                    DO=dout,
+                    LSE=lse,
+                    DLSE=lse if dlse is None else dlse,
+                    STATS=stats,
+                    SPLIT=split_dout,
                 )
-                count = counter(device)
                 terms = dict(q_desc=split(q), k_desc=split(k), v_desc=split(v), do_desc=split_dout)
                 dq_launch(**terms, SLOPES=slopes, STATS=stats, DQ=dq, COUNTER=count)
                 dkdv_launch(**terms, SLOPES=slopes, STATS=stats, DK=dk, DV=dv, COUNTER=count)

@@ -29,6 +29,7 @@ from scree.functions.linear_algebra import GroupedCall
 
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
+from ..runtime.descriptors import ragged_shape, tiled
 from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
 from ..runtime.fallback import falls_back_to, gradients
 from ..runtime.launch import (
@@ -41,13 +42,11 @@ from ..runtime.launch import (
     WrittenDescriptor,
     launch_args,
     launch_on_device,
-    ragged_shape,
-    tiled,
 )
 
 #: Maximum rows whose tiles a CTA counts at once.
 _MAX_COUNTED_ROWS = 1024
-# The end of every row, see `launch.ragged_shape`.
+# The end of every row, see `descriptors.ragged_shape`.
 _FAR = tl.constexpr(1 << 30)
 
 

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..runtime.descriptors import boxed, ragged_shape
 from ..runtime.device import device_info
 from ..runtime.launch import (
     Descriptor,
@@ -34,10 +35,8 @@ from ..runtime.launch import (
     Pointer,
     Written,
     WrittenDescriptor,
-    boxed,
     launch_args,
     launch_on_device,
-    ragged_shape,
 )
 from ..sm90.pipeline import (
     RAGGED_EXTENT,
@@ -45,7 +44,7 @@ from ..sm90.pipeline import (
     allocate_tile_queue,
     entry_field,
     fetch_tile,
-    tile_counter,
+    tile_counters,
     tma_load,
     tma_store,
 )
@@ -667,7 +666,7 @@ def product(
         ),
         outd=(out, boxed(*ragged_shape(1, m, m, m), TILE_SHORT.value)),
         OFFSETS=offsets,
-        COUNTER=tile_counter(x.device),
+        COUNTER=tile_counters(x.device)(),
         n=weight.shape[0],
         total=total,
         k=k,
@@ -687,7 +686,7 @@ def weight_gradient(
         dyd=(dy, boxed(*ragged_shape(1, m, dy.stride(0), m), TILE_SHORT.value)),
         dwd=(dw, boxed(tuple(dw.shape), dw.stride(), TILE_SHORT.value)),
         OFFSETS=offsets,
-        COUNTER=tile_counter(x.device),
+        COUNTER=tile_counters(x.device)(),
         n=n,
         k=k,
         m=m,

@@ -8,7 +8,7 @@ differentiated again use the same implementations, because autograd does not rec
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
 from typing import Any
@@ -58,25 +58,32 @@ def falls_back_to(standard: Callable[..., Any], module: str | None = None) -> Ca
             try:
                 return run(*args)
             except KernelUnavailableError as error:
-                floats = (x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
-                dtypes = {x.dtype for x in floats} or {None}  # None: only offsets or indices
-                record_replacement(module or standard.__module__, dtypes, str(error))
-            # Compiled programs expect the strides that the fake function of an operator returns.
-            return tree_map_only(torch.Tensor, torch.Tensor.contiguous, standard(*args))
+                return run_standard(standard, args, error, module or standard.__module__)
 
         return run_or_fall_back
 
     return decorate
 
 
+def run_standard(
+    standard: Callable[..., Any], args: Sequence[Any], error: KernelUnavailableError, module: str
+) -> Any:
+    """Return the results of `standard`, see `falls_back_to`, and record why a kernel does not run."""
+    floats = (x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
+    dtypes = {x.dtype for x in floats} or {None}  # None: only offsets or indices
+    record_replacement(module, dtypes, str(error))
+    # Compiled programs expect the strides that the fake function of an operator returns.
+    return tree_map_only(torch.Tensor, torch.Tensor.contiguous, standard(*args))
+
+
 def record_replacement(module: str, dtypes: set[torch.dtype | None], reason: str) -> None:
     """Warn once that a kernel of a module does not run for these dtypes, and keep the reason."""
     note = f"another implementation replaces a kernel: {reason}"
     notes = [_UNAVAILABLE.setdefault((module, dtype), []) for dtype in dtypes]
-    if all(note in known for known in notes):
+    if all(note in recorded for recorded in notes):
         return
-    for known in notes:
-        known.append(note)
+    for recorded in notes:
+        recorded.append(note)
     warnings.warn(f"{module}: {note}", RuntimeWarning, stacklevel=3)
 
 
@@ -130,5 +137,7 @@ def _differentiate(
     run: Callable[..., Any], inputs: list[torch.Tensor | None], grads: Any, **options: Any
 ) -> tuple[torch.Tensor | None, ...]:
     present, results = [x for x in inputs if x is not None], run(*inputs)
-    found = iter(torch.autograd.grad(results, present, grads, materialize_grads=True, **options))
-    return tuple(None if x is None else next(found) for x in inputs)
+    input_grads = iter(
+        torch.autograd.grad(results, present, grads, materialize_grads=True, **options)
+    )
+    return tuple(None if x is None else next(input_grads) for x in inputs)

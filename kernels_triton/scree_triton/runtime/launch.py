@@ -31,7 +31,7 @@ launch config fixes all but the tensors, the launch takes a third of the time::
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from math import gcd, prod
 from typing import Annotated, Any, NamedTuple, dataclass_transform
 
@@ -42,6 +42,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from scree.dispatch.operation import KernelUnavailableError
 
+from .descriptors import Ragged, Tiled
 from .device import (
     INTERPRETED,
     TESTED_VERSIONS,
@@ -56,7 +57,7 @@ from .recording import RecordedLaunch, current_recording
 #: Errors of a kernel that does not compile or does not fit on the device.
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError)
 _LIMIT = 1 << 31  # numbers from here on need 64 bits, hence another variant
-_MAX_ENCODED = 4096  # entries of a cache of descriptors
+_MAX_ENCODED = 4096  # entries of a cache of encoded descriptors
 _address = torch.Tensor.data_ptr
 # 16 if all numbers are multiples of 16. `partial` passes them on without building a list.
 _alignment = partial(gcd, 16)
@@ -82,105 +83,6 @@ def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(shape), tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def ragged_shape(
-    heads: int, dim: int, stride: int, head: int, width: int = 0
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of the descriptor of values (total, heads, dim).
-
-    The kernel addresses a head by its column, a multiple of `head`. If `width` is larger than
-    `dim`, the kernel reads `width` elements per head and addresses the head by its number.
-    """
-    if width > dim:
-        return (0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim), (
-            (1 << 34) - stride,
-            stride,
-            stride,
-            head,
-            1,
-        )
-    width = (heads - 1) * head + dim
-    return (0x7FFF0000, 0x7FFF0000, 1 << 30, width), ((1 << 34) - stride, stride, stride, 1)
-
-
-class Ragged:
-    """TMA descriptor of values (total, heads, dim), with tiles that end at the end of a ragged row.
-
-    Two dimensions precede the token dimension, which is declared 2**30 tokens long. A tile of the
-    row ``[start, start + length)`` is read at token ``2**30 - length + r``. So the end of the
-    dimension is the end of the row. The two leading dimensions move the address back, by wrapping
-    around 2**64. Triton's own ``triton.tools.ragged_tma`` uses the same idea. Here heads and
-    head_dim share the last dimension. The exception are heads padded with zeros: the tiles of one
-    head, `parts` of `block` elements each, are then wider than the head.
-    """
-
-    __slots__ = ("block", "shape", "strides")
-
-    def __init__(
-        self, heads: int, dim: int, stride: int, head: int, block: int = 0, parts: int = 1
-    ):
-        self.block = block or dim
-        self.shape, self.strides = ragged_shape(heads, dim, stride, head, self.block * parts)
-
-    def typed(self, base: torch.Tensor, rows: int) -> Any:
-        """Return the descriptor as Gluon's compiler expects it."""
-        block = [1] * (len(self.shape) - 1) + [self.block]
-        block[2] = rows
-        return _gluon(base, self.shape, self.strides, block)
-
-
-class Tiled:
-    """TMA descriptor of a dense array, with tiles of its last two axes and 0 outside the array."""
-
-    __slots__ = ("columns", "shape", "strides")
-
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], columns: int):
-        self.shape, self.strides, self.columns = shape, strides, columns
-
-    def typed(self, base: torch.Tensor, rows: int) -> Any:
-        """Return the descriptor as Triton's compiler expects it."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(
-            base,
-            list(self.shape),
-            list(self.strides),
-            [1] * (len(self.shape) - 2) + [rows, self.columns],
-        )
-
-
-class Boxed(Tiled):
-    """`Tiled` for a kernel in Gluon."""
-
-    __slots__ = ()
-
-    def typed(self, base: torch.Tensor, rows: int) -> Any:
-        """Return the descriptor as Gluon's compiler expects it."""
-        return _gluon(
-            base, self.shape, self.strides, [1] * (len(self.shape) - 2) + [rows, self.columns]
-        )
-
-
-def _gluon(
-    base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]
-) -> Any:
-    """Return a descriptor of Gluon, with the layout of a tile in shared memory."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[
-        base.dtype
-    ]
-    return TensorDescriptor(
-        base, list(shape), list(strides), block, gl.NVMMASharedLayout.get_default_for(block, dtype)
-    )
-
-
-# One object for all tensors that differ only in their tokens: a key that is cheap to compare.
-ragged = cache(Ragged)
-tiled = lru_cache(_MAX_ENCODED)(Tiled)
-boxed = lru_cache(_MAX_ENCODED)(Boxed)
-
-
 class _Described(NamedTuple):
     """Fields of a tensor descriptor that Triton's launcher reads."""
 
@@ -200,7 +102,7 @@ WrittenDescriptor = Annotated[tuple[torch.Tensor, Ragged | Tiled], "descriptor",
 _KINDS = "descriptor", "pointer", "stride", "number"
 
 
-# Sources of the functions that `launch_args` generates. `_define` replaces the names in braces.
+# Sources of generated functions. `_define` replaces the names in braces.
 #: Fix the arguments `bound` of the constructor. Numbers that are all bound are packed once.
 _BIND_ARGS = """
 def bind({bound}):
@@ -211,32 +113,46 @@ def bind({bound}):
 
     return {name}
 """
-#: Fix all arguments of a launch but the tensors `free`. After the first call, the function launches
-#: tensors at multiples of 16 without `Launch.__call__`.
-_BIND_LAUNCH = """
-def bind(launch, programs, shapes, strides, numbers, kind, current_stream, {bound}):
-    encoded, encode, variant = launch.encoded, launch.encode, None
-    tail = *strides, *numbers, *launch.values
-    {names_of_addresses} = {bound_addresses}
+#: Fix all arguments of launches but the tensors `parameters`. After the first call, the function
+#: launches tensors at multiples of 16 without `Launch.__call__`. The parts that follow are repeated
+#: for every launch, with its number `i`.
+_BIND_LAUNCHES = """
+def bind(launches, kinds, current_stream):
+{constants}
+    is_ready = False
+    index = {variables} = None
 
-    def {name}(*, {free}):
-        nonlocal variant
-        addresses = {addresses}
-        if variant is not None and gcd(16, *addresses) == 16:
-            start, fixed = variant
-            bases = {bases}
-            descriptors = {descriptors}
-            stream = current_stream(launch.index)
-            start(programs, 1, 1, stream, *fixed, *descriptors, *addresses, *tail)
+    def run_launches({parameters}):
+        nonlocal is_ready, index, {nonlocals}
+{addresses}
+        if is_ready and gcd(16, {checked}) == 16:
+            stream = current_stream(index)
+{starts}
             return
-        specialized = *addresses, *strides
-        launch(programs, ({pointers}, specialized, numbers, {described}, shapes))
-        variant = launch.variants.get(kind)
+{calls}
+        variants = [x.launch.variants.get(kind) for x, kind in zip(launches, kinds)]
+        if None not in variants:
+            {variants} = variants
+            is_ready, index = True, launch0.index
 
-    return {name}
+    return run_launches
 """
-#: The encoded descriptors of a kernel that has some.
-_DESCRIPTORS = "encoded.get((bases, shapes)) or encode((bases, shapes), {described}, shapes)"
+_CONSTANTS = """\
+    launch{i}, programs{i}, shapes{i}, strides{i}, numbers{i}, fixed = launches[{i}].constants
+    tail{i} = *strides{i}, *numbers{i}, *launch{i}.values
+    encoded{i}, encode{i} = launch{i}.encoded, launch{i}.encode
+    {fixed} = fixed
+    {fixed_addresses} = map(address, fixed)"""
+_ADDRESS = """\
+        {tensor}_address = address({tensor})"""
+_DESCRIPTORS = """\
+            key = {bases}, shapes{i}
+            descriptors = encoded{i}.get(key) or encode{i}(key, {described}, shapes{i})"""
+_START = """\
+            start{i}(programs{i}, 1, 1, stream, *arguments{i}, {arguments}, *tail{i})"""
+_CALL = """\
+        specialized = {addresses}, *strides{i}
+        launch{i}(programs{i}, ({pointers}, specialized, numbers{i}, {described}, shapes{i}))"""
 
 
 def _tuple_source(items: Iterable[str]) -> str:
@@ -268,8 +184,7 @@ def launch_args(cls: type) -> Any:
 
     The constructor is a generated function, as in `collections.namedtuple`: an instance of a class
     would cost 0.7 microseconds more per launch. CPython 3.11 passes more than 15 keywords through a
-    dictionary, which costs 0.6 microseconds; `bind_args` avoids it. The function that `bind_launch`
-    returns is generated too: a closure over the names takes 2.1 to 2.6 microseconds more.
+    dictionary, which costs 0.6 microseconds; `bind_args` avoids it.
     """
     kinds = {name: kind.__metadata__[0] for name, kind in cls.__annotations__.items()}
     order = [_KINDS.index(kind) for kind in kinds.values()]
@@ -277,9 +192,6 @@ def launch_args(cls: type) -> Any:
         raise TypeError(f"{cls.__name__}: the fields must be ordered {', '.join(_KINDS)}")
     described, pointers, strides, numbers = (
         [name for name, kind in kinds.items() if kind == wanted] for wanted in _KINDS
-    )
-    parts = dict(
-        name=cls.__name__, pointers=_tuple_source(pointers), described=_tuple_source(described)
     )
 
     @cache
@@ -290,7 +202,8 @@ def launch_args(cls: type) -> Any:
         are_numbers_bound = set(numbers) <= set(bound)
         return _define(
             _BIND_ARGS,
-            **parts,
+            name=cls.__name__,
+            pointers=_tuple_source(pointers),
             bound=", ".join(bound),
             free=", ".join(x for x in kinds if x not in bound),
             specialized=_tuple_source([*(f"address({x})" for x in pointers), *strides]),
@@ -300,32 +213,12 @@ def launch_args(cls: type) -> Any:
             shapes=_tuple_source(f"{x}[1]" for x in described),
         )
 
-    @cache
-    def launch_binder(*bound: str) -> Callable[..., Any]:
-        """Return the function that `bind_launch` calls with the bound pointers.
-
-        It returns a function of the other tensors that launches.
-        """
-        return _define(
-            _BIND_LAUNCH,
-            **parts,
-            bound=", ".join(bound),
-            names_of_addresses=_tuple_source(f"{x}_address" for x in bound),
-            bound_addresses=_tuple_source(f"address({x})" for x in bound),
-            free=", ".join(x for x in (*described, *pointers) if x not in bound),
-            addresses=_tuple_source(
-                f"{x}_address" if x in bound else f"address({x})" for x in pointers
-            ),
-            bases=_tuple_source(f"address({x})" for x in described),
-            descriptors=_DESCRIPTORS.format(**parts) if described else "()",
-        )
-
     constructor: Any = args_binder()()
     constructor.__qualname__ = cls.__name__
     constructor.__doc__, constructor.__module__ = cls.__doc__, cls.__module__
-    constructor.args_binder, constructor.launch_binder = args_binder, launch_binder
-    constructor.fields, constructor.described = tuple(kinds), described
-    constructor.pointers, constructor.strides, constructor.numbers = pointers, strides, numbers
+    constructor.fields, constructor.args_binder = tuple(kinds), args_binder
+    constructor.described, constructor.pointers = described, pointers
+    constructor.strides, constructor.numbers = strides, numbers
     constructor.written = frozenset(
         name for name, kind in cls.__annotations__.items() if "written" in kind.__metadata__
     )
@@ -335,6 +228,122 @@ def launch_args(cls: type) -> Any:
 def bind_args(args: Any, **values: Any) -> Callable[..., Any]:
     """Return the constructor `args`, declared with `launch_args`, with some of its fields fixed."""
     return args.args_binder(*values)(**values)  # type: ignore[no-any-return]
+
+
+class BoundLaunch:
+    """A launch whose arguments are fixed, except for tensors that a function of `bind_launches` takes.
+
+    Parameters
+    ----------
+    launch
+        The kernel.
+    programs
+        The number of CTAs.
+    args
+        The kernel's named arguments, declared with `launch_args`.
+    **values
+        Every field of `args`. A pointer is a tensor, or the name of a parameter of the function. A
+        descriptor is the pair of such a name and a shape.
+    """
+
+    def __init__(self, launch: "Launch", programs: int, args: Any, **values: Any):
+        self.launch = launch
+        described = [values[name] for name in args.described]
+        self.described, shapes = (tuple(x[i] for x in described) for i in range(2))
+        pointers = [values[name] for name in args.pointers]
+        fixed = tuple(x for x in pointers if not isinstance(x, str))
+        #: The parameters of the function that are pointers; None for a fixed tensor.
+        self.pointers = tuple(x if isinstance(x, str) else None for x in pointers)
+        strides, numbers = (
+            tuple(values[name] for name in names) for names in (args.strides, args.numbers)
+        )
+        self.constants = launch, programs, shapes, strides, numbers, fixed
+
+    def kind(self) -> Any:
+        """Return the key of the variant for tensors at multiples of 16.
+
+        None for numbers beyond 32 bits, and for fixed tensors at other addresses: such launches
+        never take the short path.
+        """
+        *_, strides, numbers, fixed = self.constants
+        if max(0, *strides, *numbers) >= _LIMIT or _alignment(*map(_address, fixed)) < 16:
+            return None
+        return _kind((*(0 for _ in self.pointers), *strides))
+
+
+def bind_launches(parameters: str, *launches: BoundLaunch) -> Callable[..., None]:
+    """Return a function of tensors that runs launches on one device in sequence.
+
+    The function is generated: it reads every address once, checks the alignment of all, and calls
+    the launchers in C. That takes half of the time of a function per launch. A closure over the
+    names would take 2.1 to 2.6 microseconds more per launch.
+
+    Parameters
+    ----------
+    parameters
+        The parameters of the function, as in its definition.
+    *launches
+        The launches, with the names of these parameters in place of tensors.
+
+    Returns
+    -------
+    Callable
+        The function.
+    """
+    bind = _launches_binder(parameters, tuple((x.described, x.pointers) for x in launches))
+    return bind(launches, [x.kind() for x in launches], current_stream)  # type: ignore[no-any-return]
+
+
+@cache
+def _launches_binder(
+    parameters: str, forms: tuple[tuple[tuple[str, ...], tuple[str | None, ...]], ...]
+) -> Callable[..., Any]:
+    """Return the function that makes the result of `bind_launches`.
+
+    `forms` has `BoundLaunch.described` and `BoundLaunch.pointers` of each launch.
+    """
+    constants, starts, calls, variants = [], [], [], []
+    # Dicts as ordered sets: several launches take the same tensors.
+    free = dict.fromkeys(x for _, pointers in forms for x in pointers if x)
+    read = free | dict.fromkeys(x for described, _ in forms for x in described)
+    for i, (described, pointers) in enumerate(forms):
+        names = [x or f"fixed{i}_{j}" for j, x in enumerate(pointers)]
+        fixed = [name for name, x in zip(names, pointers, strict=True) if x is None]
+        addresses = ", ".join(_address_names(names))
+        parts = dict(
+            i=str(i),
+            fixed=_tuple_source(fixed),
+            fixed_addresses=_tuple_source(_address_names(fixed)),
+            pointers=_tuple_source(names),
+            described=_tuple_source(described),
+            bases=_tuple_source(_address_names(described)),
+            addresses=addresses,
+            arguments=f"*descriptors, {addresses}" if described else addresses,
+        )
+        constants.append(_CONSTANTS.format(**parts))
+        if described:
+            starts.append(_DESCRIPTORS.format(**parts))
+        starts.append(_START.format(**parts))
+        calls.append(_CALL.format(**parts))
+        variants.append((f"start{i}", f"arguments{i}"))
+    variables = [x for variant in variants for x in variant]
+    return _define(
+        _BIND_LAUNCHES,
+        parameters=parameters,
+        constants="\n".join(constants),
+        variables=" = ".join(variables),
+        nonlocals=", ".join(variables),
+        addresses="\n".join(_ADDRESS.format(tensor=x) for x in read),
+        checked=", ".join(_address_names(free)),
+        starts="\n".join(starts),
+        calls="\n".join(calls),
+        variants=_tuple_source(map(_tuple_source, variants)),
+    )
+
+
+def _address_names(tensors: Iterable[str]) -> list[str]:
+    """Return the names of the variables that hold the addresses of tensors."""
+    return [f"{x}_address" for x in tensors]
 
 
 def bind_launch(launch: "Launch", programs: int, args: Any, **values: Any) -> Callable[..., None]:
@@ -357,19 +366,11 @@ def bind_launch(launch: "Launch", programs: int, args: Any, **values: Any) -> Ca
     Callable
         A function that takes the other pointers, and the tensors of all descriptors, by name.
     """
-    shapes, strides, numbers = (
-        tuple(values[name] for name in names)
-        for names in (args.described, args.strides, args.numbers)
-    )
-    bound = {name: values[name] for name in args.pointers if name in values}
-    # The key of the variant for tensors at multiples of 16; None for numbers beyond 32 bits, which
-    # always go through the JIT.
-    kind: Any = None
-    if max(0, *strides, *numbers) < _LIMIT:
-        kind = _kind((*(0 for _ in args.pointers), *strides))
-    return args.launch_binder(*bound)(  # type: ignore[no-any-return]
-        launch, programs, shapes, strides, numbers, kind, current_stream, **bound
-    )
+    described = {name: (name, values[name]) for name in args.described}
+    pointers = {name: values.get(name, name) for name in args.pointers}
+    free = *described, *(name for name in args.pointers if name not in values)
+    bound = BoundLaunch(launch, programs, args, **(values | pointers | described))
+    return bind_launches(f"*, {', '.join(free)}", bound)
 
 
 def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -5,7 +5,7 @@ FlashAttention-3, 2024, arXiv:2407.08608). The producer warp fetches tiles from 
 first, and fills rings of shared memory by TMA. The consumer warp groups multiply on the tensor
 cores.
 
-Descriptors are ragged (see `launch.Ragged`): TMA itself ends at a row's last token and fills with
+Descriptors are ragged (see `descriptors.Ragged`): TMA itself ends at a row's last token and fills with
 zeros. So no tile ever holds a token of another row.
 
 A head is read as PARTS parts of BLOCK_D numbers:
@@ -27,7 +27,8 @@ over the head dimension add up over the parts. Products that produce the head di
 of accumulators. Each accumulator has the columns of one part or of several adjacent parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import cycle
 
 import torch
@@ -52,33 +53,36 @@ start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 #: The extent of a ragged descriptor's token dimension.
 RAGGED_EXTENT = gl.constexpr(1 << 30)
 _COUNTERS_PER_STREAM = 4096
-_counters: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
 
 
-def tile_counter(device: torch.device) -> torch.Tensor:
-    """Return tile counters at 0; every launch that uses them leaves its own counter at 0.
+@cache
+def tile_counters(device: torch.device) -> Callable[[], torch.Tensor]:
+    """Return a function that returns tile counters at 0 for the next launches on the device.
 
-    Counter 0 serves all kernels except the one of dK and dV. That kernel may begin before the dQ
-    kernel ends, so it uses counter 1.
+    Every launch that uses them leaves its own counter at 0. Counter 0 serves all kernels except the
+    kernel of dK and dV. That kernel may begin before the dQ kernel ends, so it uses counter 1.
 
     Streams run concurrently, so each stream has its own ring of counters. The ring is far longer
     than a device's queue of launches. A captured graph may be replayed at any time, so it gets
     counters that nothing else uses.
     """
     if device.type == "meta":
-        return recorded_zeros((4,), torch.int32)
-    stream = current_stream(device.index)
-    # CUDA cannot capture the default stream, which is 0.
-    if stream and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)
-    key = device.index, stream
-    counters = _counters.get(key)
-    if counters is None:
-        # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.
-        counters = _counters[key] = cycle(
-            persistent_zeros((_COUNTERS_PER_STREAM, 4), torch.int32, device).unbind()
-        )
-    return next(counters)
+        return lambda: recorded_zeros((4,), torch.int32)
+    index, rings = device.index, dict[int, Iterator[torch.Tensor]]()
+
+    def next_counters() -> torch.Tensor:
+        stream = current_stream(index)
+        # CUDA cannot capture the default stream, which is 0.
+        if stream and torch.cuda.is_current_stream_capturing():
+            return torch.zeros(4, dtype=torch.int32, device=device)
+        ring = rings.get(stream)
+        if ring is None:
+            # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.
+            counters = persistent_zeros((_COUNTERS_PER_STREAM, 4), torch.int32, device)
+            ring = rings[stream] = cycle(counters.unbind())
+        return next(ring)
+
+    return next_counters
 
 
 # --- Shared memory and TMA

@@ -119,7 +119,7 @@ class TokenBudgetSampler:
         self.epoch = self.position = 0
         # The divisions of this epoch that earlier samplers used: (ranks, window, a, b, batches).
         self._history: list[list[Any]] = []
-        self._cached_plan: tuple[int, _Division] | None = None  # (epoch, division)
+        self._cached_division: tuple[int, _Division] | None = None  # (epoch, division)
         if self.lengths.size and self.lengths.max() > budget:
             i = int(self.lengths.argmax())
             raise ValueError(
@@ -156,7 +156,7 @@ class TokenBudgetSampler:
         5
         """
         self.epoch, self.position = check_integer("epoch", epoch, 0), 0
-        self._history, self._cached_plan = [], None
+        self._history, self._cached_division = [], None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the position in it and the settings; equal on all ranks.
@@ -237,14 +237,14 @@ class TokenBudgetSampler:
 
     def _division(self) -> _Division:
         """Return the division of the rest of this epoch over the ranks."""
-        if self._cached_plan is None or self._cached_plan[0] != self.epoch:
-            batches = self._plan()
+        if self._cached_division is None or self._cached_division[0] != self.epoch:
+            batches = self._make_batches()
             for num_ranks, window, a, b, count in self._history:
                 division = self._divide(batches, num_ranks, window, (a, b))
                 batches = division.remaining(batches, count)
             division = self._divide(batches, self.num_ranks, self.window, self.cost)
-            self._cached_plan = self.epoch, division
-        return self._cached_plan[1]
+            self._cached_division = self.epoch, division
+        return self._cached_division[1]
 
     def _divide(
         self, batches: list[np.ndarray], num_ranks: int, window: int, cost: tuple[float, float]
@@ -253,7 +253,7 @@ class TokenBudgetSampler:
             self.lengths, batches, self.budget, num_ranks, window, cost, self.drop_last
         )
 
-    def _plan(self) -> list[np.ndarray]:
+    def _make_batches(self) -> list[np.ndarray]:
         """Return the batches of an epoch, which do not depend on the number of ranks."""
         order = np.arange(self.lengths.size)
         if self.shuffle:

@@ -69,11 +69,9 @@ def lookup(
         return None, values
     cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
     settings = (*options.values(),)
-    types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
+    types: tuple[Any, ...] = (*map(type, settings),)
     if tuple in types:
-        for x in settings:
-            if type(x) is tuple:
-                types += (*map(type, x),)
+        types = option_types(settings)
     key = operation, kernel, settings, types, (*axes,)
     try:
         entries: list[Entry] | None = cache.get(key)
@@ -82,6 +80,18 @@ def lookup(
     if entries is None and len(cache) < MAX_KEYS:
         entries = cache[key] = []
     return entries, values
+
+
+def option_types(settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the types of options and of the elements of tuples, because 1 == 1.0 == True.
+
+    Where no option is a tuple, callers build the types themselves, which takes less time.
+    """
+    types: tuple[Any, ...] = (*map(type, settings),)
+    for x in settings:
+        if type(x) is tuple:
+            types += (*map(type, x),)
+    return types
 
 
 def make_guard(values: list[Any]) -> Callable[..., bool] | None:

@@ -152,11 +152,53 @@ class Operation:
             guard = call_cache.make_guard(values)
             prepared = None if guard is None else chosen.prepare(call)
             if guard is not None and prepared is not None:
+                # `_run_on` below runs the kernel again, warns and chooses another one.
                 with suppress(KernelUnavailableError):
                     result = prepared(**arrays)
                     call_cache.store(entries, call_cache.Entry(kernels, guard, prepared))
                     return result
         return self._run_on(chosen, call, kernel)
+
+    def recall(
+        self,
+        layout: Layout,
+        axes: tuple[Any, ...],
+        values: tuple[Any, ...],
+        settings: tuple[Any, ...],
+        kernel: str | None,
+    ) -> Callable[..., Any] | None:
+        """Return the prepared kernel that `run` would take from the call cache, or None.
+
+        The caller has inspected the arrays, so this takes a third of the time. The function takes
+        the arrays by name. It may raise `KernelUnavailableError`; then `run` selects another kernel.
+
+        Parameters
+        ----------
+        layout
+            The layout of all ragged arrays.
+        axes
+            Per array its ragged axis, "dense", or None for an absent array.
+        values
+            The dense arrays of the call.
+        settings
+            The values of the options.
+        kernel
+            The argument of `run`.
+        """
+        if OBSERVERS or layout.backend.intercepts_calls():
+            return None
+        types: tuple[Any, ...] = (*map(type, settings),)
+        if tuple in types:
+            types = call_cache.option_types(settings)
+        try:
+            entries = layout.eager_cache().get((self.name, kernel, settings, types, axes))
+        except TypeError:  # an unhashable option
+            return None
+        if entries:
+            for entry in entries:
+                if entry.kernels is self.kernels and entry.guard(*values):
+                    return entry.run  # type: ignore[no-any-return]
+        return None
 
     def _rejections_depend_on_contents(self, rejected: dict[str, str], values: list[Any]) -> bool:
         """Return whether a kernel rejected a call for more than the library of its arrays."""

@@ -135,7 +135,7 @@ def _shard_of_jax(arr: Array, mesh: Any, cost: tuple[float, float], exchange: st
 
     def make() -> Any:
         lengths = np.diff(layout.read_offsets()).astype(np.int64)
-        return ShardCut(layout, Group(mesh), cut_rows(lengths, mesh.size, cost)).make_layout()
+        return ShardCut(layout, Group(mesh), cut_rows(lengths, mesh.size, cost)).layout
 
     shard_layout = layout.cached(("shard", mesh, *cost), make)
     return Array.from_layout(shard_values(arr.values, shard_layout.cut), shard_layout)

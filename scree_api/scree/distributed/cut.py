@@ -12,7 +12,7 @@ from ..layout import SHARD_LAYOUTS, Layout
 from ..ops.attention import AttentionCall
 from ..ops.merge_attention import merge_attention
 from .operations import ShardOperations, map_results
-from .pieces import KeyGroup, KeyPlan, Pieces, RemotePlan, plan_keys, plan_remote_keys
+from .pieces import GroupPlan, KeyGroup, Pieces, RemotePlan, plan_keys, plan_remote_keys
 
 if TYPE_CHECKING:
     from .torch import Group
@@ -255,8 +255,8 @@ class Cut(ShardOperations):
 
         return self.local_layout.cached("token order", make)
 
-    def _key_plan(self, left: int | None, right: int | None) -> tuple[KeyPlan, list[QueryGroup]]:
-        def make() -> tuple[KeyPlan, list[QueryGroup]]:
+    def _key_plan(self, left: int | None, right: int | None) -> tuple[GroupPlan, list[QueryGroup]]:
+        def make() -> tuple[GroupPlan, list[QueryGroup]]:
             plan = plan_keys(
                 self.pieces, self._lengths, self.group.rank, self.group.size, (left, right)
             )

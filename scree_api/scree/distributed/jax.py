@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -68,7 +68,8 @@ class ShardCut(RowCut):
     """The pieces of the rows of a batch that each device holds, in host memory.
 
     Shapes are equal on all devices. Each has `capacity` tokens, and tokens after its last piece
-    belong to no row. Each has the same number of pieces, and its last pieces may be empty.
+    belong to no row. Each has the same number of pieces, and its last pieces may be empty. `layout` is
+    the layout of shards.
     """
 
     def __init__(self, whole: Layout, group: Group, pieces: Pieces) -> None:
@@ -97,6 +98,14 @@ class ShardCut(RowCut):
                 tokens[rank]
             )
             self.slots[index] = rank * self.capacity + np.arange(tokens[rank])
+        self.layout = self.layout_with(self)
+
+    def layout_with(self, cut: RowCut) -> Layout:
+        """Return a layout of shards with a cut of these rows."""
+        whole = self.whole
+        layout = Layout(whole.backend, whole.offsets, self.capacity, whole.max_length)
+        layout.cut = cut
+        return layout
 
     def __eq__(self, other: object) -> bool:
         """Return whether both cuts divide the same rows over the same devices in the same way."""
@@ -112,13 +121,6 @@ class ShardCut(RowCut):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def make_layout(self) -> Layout:
-        """Return the layout of shards."""
-        whole = self.whole
-        layout = Layout(whole.backend, whole.offsets, self.capacity, whole.max_length)
-        layout.cut = self
-        return layout
-
     def token_index(self) -> np.ndarray:
         """Return the index in the whole rows of each token of all devices; 0 for tokens of no row."""
         index = np.zeros(self.group.size * self.capacity, np.int64)
@@ -130,13 +132,26 @@ class ShardCut(RowCut):
         """(capacity,) position of each token of this device in its whole row."""
         return LocalCut(self).positions
 
-    def run(self, *arguments: Any) -> Any:
+    def run(
+        self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    ) -> Any:
         """Run an operation whose first array is a shard; see `RowCut`."""
-        return LocalCut(self).run(*arguments)
+        local = self._local_cut(arrays.values())
+        return local.adopt(local.run(operation, arrays, options, kernel))
 
-    def call(self, *arguments: Any) -> Any:
+    def call(
+        self, kind: str, name: str, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Call a function of the standard on shards; see `RowCut`."""
-        return LocalCut(self).call(*arguments)
+        local = self._local_cut(args[0] if isinstance(args[0], list | tuple) else args)
+        return local.adopt(local.call(kind, name, function, args, kwargs))
+
+    def _local_cut(self, operands: Iterable[Any]) -> LocalCut:
+        """Return the cut of an operand that a function of this trace made, or a new one."""
+        for x in operands:
+            if isinstance(x, Array) and isinstance(x.layout.cut, LocalCut):
+                return x.layout.cut
+        return LocalCut(self)
 
     def unshard(self, values: Any) -> Any:
         """Return the values of the whole rows, inside and outside of `jax.shard_map`."""
@@ -148,19 +163,40 @@ class ShardCut(RowCut):
 
 
 class LocalCut(ShardOperations):
-    """The pieces of the device on which a traced function runs."""
+    """The pieces of the device on which a traced function runs.
+
+    The results of operations keep it, so it is made once and not for each operation. A pytree keeps
+    the layout of `outer` instead, because the index of the device belongs to one trace.
+    """
 
     def __init__(self, outer: ShardCut) -> None:
         self.outer, self.whole, self.group = outer, outer.whole, outer.group
         self.local_layout = self._layout(outer.row_lengths)
         self.piece_layout = self._layout(outer.piece_lengths)
         self.piece_starts, self.piece_rows = self._own(outer.starts), self._own(outer.rows)
+        self.layout = outer.layout_with(self)
 
     def __eq__(self, other: object) -> bool:
         """Return whether both cuts divide the same rows over the same devices in the same way."""
         return bool(self.outer == other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def static_layout(self, layout: Layout) -> Layout:
+        """Return the layout of `outer`, which no trace made; see `RowCut`."""
+        return self.outer.layout
+
+    def adopt(self, results: Any) -> Any:
+        """Return the results of an operation, of which shards get this cut."""
+        if isinstance(results, list | tuple):
+            return type(results)([self.adopt(x) for x in results])
+        if not isinstance(results, Array) or results.layout.cut is None:
+            return results
+        return Array.from_layout(results.values, self.layout, results.ragged_dim)
+
+    def unshard(self, values: Any) -> Any:
+        """Return the values of the whole rows."""
+        return self.outer.unshard(values)
 
     def _own(self, table: np.ndarray) -> Any:
         """Return the row of a table that belongs to this device."""

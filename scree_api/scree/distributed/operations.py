@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..array import Array
-from ..broadcasting import accumulation_dtype, moveaxis
+from ..broadcasting import moveaxis
 from ..checks import check_whole
+from ..dtypes import accumulation_dtype
 from ..layout import Layout, RowCut
 from ..ops.segment import append_axes, safe_divide
 from ..ops.softmax import logsumexp

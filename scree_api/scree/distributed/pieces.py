@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: The source of keys of rows that are not cut; see `KeyPlan.keys`.
-WHOLE = -1
-
 #: The highest cost of a rank relative to the mean of all ranks. Above it one more row is cut.
 TOLERANCE = 1.01
 #: Bounds the number of exchanges of whole rows between two ranks, per rank.
@@ -176,6 +173,112 @@ def _assign_whole_rows(
     return rank_of_row, loads
 
 
+class _KeyTables:
+    """The keys that the pieces of all ranks see, and the tokens that one rank exchanges for them.
+
+    Attributes
+    ----------
+    own
+        (pieces of the rank,) indices of its pieces among all pieces.
+    is_cut
+        (pieces,) True for pieces of cut rows.
+    first, last
+        (pieces,) bounds of the keys in its row that a piece sees. Pieces of whole rows see the row.
+    starts
+        Piece of the rank -> index of its first token among the tokens of the rank.
+    sent, received
+        See `KeyPlan`.
+
+    The parameters are the parameters of `plan_keys`.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        lengths: np.ndarray,
+        rank: int,
+        num_ranks: int,
+        window: tuple[int | None, ...],
+    ) -> None:
+        left, right = window
+        self.pieces, self.rank = pieces, rank
+        row_lengths = lengths[pieces.rows]
+        self.is_cut = pieces.lengths != row_lengths
+        first, last = np.zeros_like(pieces.starts), row_lengths
+        if left is not None:
+            first = np.where(self.is_cut, np.maximum(0, pieces.starts - left), 0)
+        if right is not None:
+            last = np.where(self.is_cut, np.minimum(last, pieces.stops + right), last)
+        self.first, self.last = first, last
+        self.own = np.flatnonzero(pieces.ranks == rank)
+        sizes = pieces.lengths[self.own]
+        before = np.cumsum(sizes) - sizes
+        self.starts = dict(zip(self.own.tolist(), before.tolist(), strict=True))
+        self._pieces_of_row: dict[int, list[int]] = {}
+        for p in np.flatnonzero(self.is_cut).tolist():
+            self._pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
+        self.sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+        self.received = [0] * num_ranks
+        # Piece -> the position in its row of its first token on this rank, and the token's index.
+        self._available = {p: (int(pieces.starts[p]), start) for p, start in self.starts.items()}
+        for other in range(num_ranks):
+            if other == rank:
+                continue
+            for p, low, high in self._needed(other, rank):
+                self.sent[other].append((self.starts[p] + low - int(pieces.starts[p]), high - low))
+            for p, low, high in self._needed(rank, other):
+                self._available[p] = low, self.received[other]
+                self.received[other] += high - low
+
+    def visible(self, query: int) -> list[tuple[int, int, int]]:
+        """Return (piece, from, to) of the keys in its row that a piece sees."""
+        result = []
+        for p in self._pieces_of_row.get(int(self.pieces.rows[query]), [query]):
+            low = max(int(self.first[query]), int(self.pieces.starts[p]))
+            high = min(int(self.last[query]), int(self.pieces.stops[p]))
+            if low < high:
+                result.append((p, low, high))
+        return result
+
+    def run(self, piece: int, low: int, high: int) -> tuple[int, int, int]:
+        """Return the run (rank, start, length) of keys of a piece; see `KeyPlan.keys`."""
+        position, index = self._available[piece]
+        return int(self.pieces.ranks[piece]), index + low - position, high - low
+
+    def _needed(self, destination: int, source: int) -> list[tuple[int, int, int]]:
+        """Return (piece, from, to) of the source's tokens that the destination needs.
+
+        If the destination needs two ranges of a piece, the tokens between them are sent too.
+        """
+        ranges: dict[int, tuple[int, int]] = {}
+        for query in np.flatnonzero(self.is_cut & (self.pieces.ranks == destination)).tolist():
+            for p, low, high in self.visible(query):
+                if self.pieces.ranks[p] == source:
+                    before = ranges.get(p, (low, high))
+                    ranges[p] = min(low, before[0]), max(high, before[1])
+        return [(p, *ranges[p]) for p in sorted(ranges)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlan:
+    """The keys that the pieces of one rank need, and the tokens that ranks exchange for them.
+
+    Attributes
+    ----------
+    sent
+        Per destination rank the runs (start, length) of this rank's tokens that it needs.
+    received
+        Per source rank the number of tokens that this rank receives.
+    keys
+        Runs (rank, start, length). Joined, they are the keys of all pieces. Starts count the tokens
+        of this rank, or the tokens that it receives from another rank.
+    """
+
+    sent: list[list[tuple[int, int]]]
+    received: list[int]
+    keys: list[tuple[int, int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class KeyGroup:
     """Pieces of one rank whose windows are shifted equally.
@@ -197,36 +300,21 @@ class KeyGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPlan:
-    """The keys that the pieces of one rank need, and the tokens that ranks exchange for them.
+class GroupPlan(KeyPlan):
+    """The keys of all pieces of a rank, its own keys too, group by group.
 
     Attributes
     ----------
-    cut
-        Runs (start, length) of the tokens of this rank that belong to cut rows. Gradients of these
-        tokens are sums over ranks.
-    sent
-        Per destination rank the runs (start, length) that it needs. Starts count the tokens of cut
-        rows of this rank.
-    received
-        Per source rank the number of tokens that this rank receives.
-    keys
-        Runs (source, start, length). Joined, they are the keys of all pieces, group by group. The
-        source is a rank for tokens of cut rows, and `WHOLE` for tokens of whole rows.
     groups
         The pieces: one group, unless a window makes keys after a piece visible.
     """
 
-    cut: list[tuple[int, int]]
-    sent: list[list[tuple[int, int]]]
-    received: list[int]
-    keys: list[tuple[int, int, int]]
     groups: list[KeyGroup]
 
 
 def plan_keys(
     pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
-) -> KeyPlan:
+) -> GroupPlan:
     """Return the keys that the pieces of a rank need under a window.
 
     Parameters
@@ -240,87 +328,26 @@ def plan_keys(
     window
         (left, right): number of visible keys before and after a query. None is unbounded.
     """
-    left, right = window
-    row_lengths = lengths[pieces.rows]
-    is_whole = pieces.lengths == row_lengths
-    first = np.zeros_like(pieces.starts)
-    last = row_lengths if right is None else np.minimum(row_lengths, pieces.stops + right)
-    if left is not None:
-        first = np.where(is_whole, 0, np.maximum(0, pieces.starts - left))
-    last = np.where(is_whole, row_lengths, last)
+    tables = _KeyTables(pieces, lengths, rank, num_ranks, window)
+    own = tables.own
     # If all keys are visible, the alignment of queries and keys has no effect.
-    is_unbounded = left is None and right is None
-    shifts = np.zeros_like(last) if is_unbounded else last - pieces.stops
-    # Index of the first token of each piece, among all tokens of its rank and among the tokens of
-    # cut rows of its rank.
-    local_starts, cut_starts = np.zeros_like(pieces.starts), np.zeros_like(pieces.starts)
-    for r in range(num_ranks):
-        sizes = pieces.lengths[pieces.ranks == r]
-        local_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
-        sizes = sizes * ~is_whole[pieces.ranks == r]
-        cut_starts[pieces.ranks == r] = np.cumsum(sizes) - sizes
-    pieces_of_row: dict[int, list[int]] = {}
-    for p in np.flatnonzero(~is_whole).tolist():
-        pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
-
-    def needed(destination: int, source: int) -> list[tuple[int, int, int]]:
-        """Return (piece, from, to) of the source's tokens that the destination needs.
-
-        If the destination needs two ranges of a piece, the tokens between them are sent too.
-        """
-        ranges = []
-        for piece in np.flatnonzero((pieces.ranks == source) & ~is_whole).tolist():
-            start, stop = int(pieces.starts[piece]), int(pieces.stops[piece])
-            query_pieces = [
-                p for p in pieces_of_row[int(pieces.rows[piece])] if pieces.ranks[p] == destination
-            ]
-            overlaps = [(max(int(first[p]), start), min(int(last[p]), stop)) for p in query_pieces]
-            overlaps = [(low, high) for low, high in overlaps if low < high]
-            if overlaps:
-                lows, highs = zip(*overlaps, strict=True)
-                ranges.append((piece, min(lows), max(highs)))
-        return ranges
-
-    sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
-    received = [0] * num_ranks
-    # Piece -> the position in its row of its first token on this rank, and the token's index.
-    available = {
-        p: (int(pieces.starts[p]), int((local_starts if is_whole[p] else cut_starts)[p]))
-        for p in np.flatnonzero(pieces.ranks == rank).tolist()
-    }
-    for other in range(num_ranks):
-        if other == rank:
-            continue
-        for piece, low, high in needed(other, rank):
-            start = int(cut_starts[piece] - pieces.starts[piece])
-            sent[other].append((start + low, high - low))
-        for piece, low, high in needed(rank, other):
-            available[piece] = low, received[other]
-            received[other] += high - low
-    mine = np.flatnonzero(pieces.ranks == rank)
+    is_unbounded = window[0] is None and window[1] is None
+    shifts = np.zeros_like(own) if is_unbounded else (tables.last - pieces.stops)[own]
+    key_lengths = (tables.last - tables.first)[own]
     groups = []
     keys: list[tuple[int, int, int]] = []
-    for shift in np.unique(shifts[mine]).tolist():
-        members = np.flatnonzero(shifts[mine] == shift)
-        for query_piece in mine[members].tolist():
-            whole_row = [query_piece]
-            for piece in pieces_of_row.get(int(pieces.rows[query_piece]), whole_row):
-                low = max(int(first[query_piece]), int(pieces.starts[piece]))
-                high = min(int(last[query_piece]), int(pieces.stops[piece]))
-                if low < high:
-                    position, index = available[piece]
-                    source = WHOLE if is_whole[piece] else int(pieces.ranks[piece])
-                    _append_run(keys, (source, index + low - position, high - low))
-        groups.append(KeyGroup(shift, members, (last - first)[mine[members]]))
-    cut: list[tuple[int, int, int]] = []
-    for piece in mine[~is_whole[mine]].tolist():
-        _append_run(cut, (rank, int(local_starts[piece]), int(pieces.lengths[piece])))
-    cut_runs = [(start, length) for _, start, length in cut]
-    return KeyPlan(cut_runs, sent, received, keys, groups or [KeyGroup(0, mine, mine)])
+    for shift in np.unique(shifts).tolist():
+        members = np.flatnonzero(shifts == shift)
+        for query in own[members].tolist():
+            for part in tables.visible(query):
+                _append_run(keys, tables.run(*part))
+        groups.append(KeyGroup(shift, members, key_lengths[members]))
+    groups = groups or [KeyGroup(0, own, own)]
+    return GroupPlan(tables.sent, tables.received, keys, groups)
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePlan:
+class RemotePlan(KeyPlan):
     """The keys of other ranks that the queries of a rank see.
 
     Attributes
@@ -332,12 +359,6 @@ class RemotePlan:
         Runs (start, length) of the tokens of this rank that see keys of other ranks.
     query_lengths, key_lengths
         (pieces,) number of these queries per piece, and of the keys of other ranks that they see.
-    keys
-        Runs (rank, start, length) of received tokens. Joined, they are the keys of all pieces.
-    sent
-        Per destination rank the runs (start, length) of this rank's tokens that it needs.
-    received
-        Per source rank the number of tokens that this rank receives.
     window
         The window between these queries and the keys of other ranks.
     """
@@ -346,9 +367,6 @@ class RemotePlan:
     queries: list[tuple[int, int]]
     query_lengths: np.ndarray
     key_lengths: np.ndarray
-    keys: list[tuple[int, int, int]]
-    sent: list[list[tuple[int, int]]]
-    received: list[int]
     window: tuple[int | None, int | None]
 
 
@@ -363,84 +381,34 @@ def plan_remote_keys(
     end of the piece before it, and no other piece.
     """
     left, right = window
-    is_cut = pieces.lengths != lengths[pieces.rows]
-    has_window = left is not None
-    if right not in (0, None) or (has_window and right is None):
+    if right not in (0, None) or (left is not None and right is None):
         return None
-    if left is not None and (pieces.lengths[is_cut] < left).any():
+    tables = _KeyTables(pieces, lengths, rank, num_ranks, window)
+    if left is not None and (pieces.lengths[tables.is_cut] < left).any():
         return None
-    cut = np.flatnonzero(is_cut).tolist()
-    pieces_of_row: dict[int, list[int]] = {}
-    for p in cut:
-        pieces_of_row.setdefault(int(pieces.rows[p]), []).append(p)
-
-    def needed(query: int) -> list[tuple[int, int, int]]:
-        """Return (piece, from, to) of the keys of other ranks that a piece needs."""
-        start = int(pieces.starts[query])
-        result = []
-        for p in pieces_of_row[int(pieces.rows[query])]:
-            low, high = int(pieces.starts[p]), int(pieces.stops[p])
-            if pieces.ranks[p] == pieces.ranks[query]:
-                continue
-            if right == 0:
-                high = min(high, start)
-            if left is not None:
-                low = max(low, start - left)
-            if low < high:
-                result.append((p, low, high))
-        return result
-
-    def exchanged(destination: int, source: int) -> list[tuple[int, int, int]]:
-        """Return (piece, from, to) of the tokens that a source sends, each token once."""
-        ranges: dict[int, tuple[int, int]] = {}
-        for query in cut:
-            if pieces.ranks[query] == destination:
-                for p, low, high in needed(query):
-                    if pieces.ranks[p] == source:
-                        before = ranges.get(p, (low, high))
-                        ranges[p] = min(low, before[0]), max(high, before[1])
-        return [(p, *ranges[p]) for p in sorted(ranges)]
-
-    own = np.flatnonzero(pieces.ranks == rank)
-    first = dict(
-        zip(own.tolist(), np.cumsum(pieces.lengths[own]) - pieces.lengths[own], strict=True)
-    )
-    sent: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
-    received = [0] * num_ranks
-    # Piece -> the position in its row of its first received token, and the index of this token.
-    available: dict[int, tuple[int, int]] = {}
-    for other in range(num_ranks):
-        if other == rank:
-            continue
-        for p, low, high in exchanged(other, rank):
-            sent[other].append((int(first[p]) + low - int(pieces.starts[p]), high - low))
-        for p, low, high in exchanged(rank, other):
-            available[p] = low, received[other]
-            received[other] += high - low
     queries: list[tuple[int, int, int]] = []
     keys: list[tuple[int, int, int]] = []
     query_lengths, key_lengths = [], []
-    for query in own[is_cut[own]].tolist():
-        ranges = needed(query)
-        if not ranges:
+    for query in tables.own.tolist():
+        parts = [part for part in tables.visible(query) if pieces.ranks[part[0]] != rank]
+        if not parts:
             continue
         length = int(pieces.lengths[query])
         length = length if left is None else min(length, left)
         query_lengths.append(length)
-        key_lengths.append(sum(high - low for _, low, high in ranges))
-        _append_run(queries, (rank, int(first[query]), length))
-        for p, low, high in ranges:
-            position, index = available[p]
-            _append_run(keys, (int(pieces.ranks[p]), index + low - position, high - low))
+        key_lengths.append(sum(high - low for _, low, high in parts))
+        _append_run(queries, (rank, tables.starts[query], length))
+        for part in parts:
+            _append_run(keys, tables.run(*part))
     return RemotePlan(
-        not has_window,
+        tables.sent,
+        tables.received,
+        keys,
+        left is None,
         [(start, length) for _, start, length in queries],
         np.asarray(query_lengths, np.int64),
         np.asarray(key_lengths, np.int64),
-        keys,
-        sent,
-        received,
-        (0, None) if has_window else (None, None),
+        (None, None) if left is None else (0, None),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .pieces import WHOLE, KeyPlan, RemotePlan
+from .pieces import KeyPlan, RemotePlan
 
 #: Decorator of a function at which torch.compile breaks the graph.
 not_compiled = torch.compiler.disable
@@ -122,13 +122,13 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan, group: Group
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
-        cut = [_narrow(x, plan.cut) for x in (k, v)]
-        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in cut]
-        received = _all_to_all(torch.cat(sent), plan, ctx.shapes, group)
+        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
+        received, work = _start_all_to_all(torch.cat(sent), plan, ctx.shapes, group)
+        work.wait()
         parts = _split(received, plan, ctx.shapes)
         return tuple(
-            _join(x, own, views, plan, group.rank)
-            for x, own, views in zip((k, v), cut, parts, strict=True)
+            _join([*_sources(x, views, plan, group)], x)
+            for x, views in zip((k, v), parts, strict=True)
         )
 
     @staticmethod
@@ -136,37 +136,18 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, group, shapes = ctx.plan, ctx.group, ctx.shapes
         options: Any = {"dtype": _wide(grads[0].dtype), "device": grads[0].device}
-        num_cut = sum(length for _, length in plan.cut)
-        outs = [grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True)]
-        sums = [torch.zeros((num_cut, *shape[1:]), **options) for shape in shapes]
+        totals = [torch.zeros(shape, **options) for shape in shapes]
         flat = torch.zeros(_width(shapes) * sum(plan.received), **options)
         parts = _split(flat, plan, shapes)
-        for out, own, views, grad in zip(outs, sums, parts, grads, strict=True):
-            at = 0
+        for total, views, grad in zip(totals, parts, grads, strict=True):
+            lengths = [length for _, _, length in plan.keys]
             # One addition after the other, so their order is fixed.
-            for source, start, length in plan.keys:
-                part = grad.narrow(0, at, length)
-                if source == WHOLE:
-                    out.narrow(0, start, length).copy_(part)
-                else:
-                    target = own if source == group.rank else views[source]
-                    target.narrow(0, start, length).add_(part)
-                at += length
-        returned = _all_to_all(flat.to(grads[0].dtype), plan, shapes, group, back=True)
-        at = 0
-        for runs in plan.sent:
-            for own, shape in zip(sums, shapes, strict=True):
-                for start, length in runs:
-                    size = length * math.prod(shape[1:])
-                    part = returned.narrow(0, at, size).view(length, *shape[1:])
-                    own.narrow(0, start, length).add_(part)
-                    at += size
-        for out, own in zip(outs, sums, strict=True):
-            at = 0
-            for start, length in plan.cut:
-                out.narrow(0, start, length).copy_(own.narrow(0, at, length))
-                at += length
-        return *outs, None, None
+            for target, x in zip(_sources(total, views, plan, group), grad.split(lengths)):
+                target.add_(x)
+        returned, work = _start_all_to_all(flat.to(grads[0].dtype), plan, shapes, group, back=True)
+        work.wait()
+        _add_returned(totals, returned, plan, shapes)
+        return *(x.to(grads[0].dtype) for x in totals), None, None
 
 
 class Parts(Protocol):
@@ -206,7 +187,7 @@ class _AttentionToParts(torch.autograd.Function):
         out, lse = parts.attend(q, k, v, True)
         work.wait()
         keys, values = (
-            _select_runs(views, plan.keys, x)
+            _join([*_sources(x, views, plan, group)], x)
             for x, views in zip((k, v), _split(received, plan, shapes), strict=True)
         )
         if plan.queries:
@@ -247,19 +228,12 @@ class _AttentionToParts(torch.autograd.Function):
         totals = [dk, dv]
         if group.size > 2:  # sums of more than two numbers are rounded once
             totals = [x.to(_wide(x.dtype)) for x in totals]
-        at = 0
-        for runs in plan.sent:
-            for x, shape in zip(totals, shapes, strict=True):
-                size = sum(length for _, length in runs) * math.prod(shape[1:])
-                part = returned.narrow(0, at, size).view(-1, *shape[1:])
-                for run, tokens in _runs(x, runs, part):
-                    run.add_(tokens)
-                at += size
+        _add_returned(totals, returned, plan, shapes)
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype), None, None, None
 
 
 def _start_all_to_all(
-    x: torch.Tensor, plan: KeyPlan | RemotePlan, shapes: Any, group: Group, back: bool = False
+    x: torch.Tensor, plan: KeyPlan, shapes: Any, group: Group, back: bool = False
 ) -> tuple[torch.Tensor, Any]:
     """Start an exchange of tokens, or of their gradients back; return the result and a handle."""
     width = _width(shapes)
@@ -272,14 +246,26 @@ def _start_all_to_all(
     return out, work
 
 
-def _select_runs(
-    parts: list[torch.Tensor], runs: list[tuple[int, int, int]], like: torch.Tensor
-) -> torch.Tensor:
-    """Return runs (part, start, length) of tokens, joined; a single run is a view."""
-    if not runs:
-        return like[:0]
-    views = [parts[part].narrow(0, start, length) for part, start, length in runs]
-    return views[0] if len(views) == 1 else torch.cat(views)
+def _sources(
+    own: torch.Tensor, received: list[torch.Tensor], plan: KeyPlan, group: Group
+) -> Iterator[torch.Tensor]:
+    """Yield the keys of each run of a plan, of this rank or of the tokens from other ranks."""
+    for rank, start, length in plan.keys:
+        yield (own if rank == group.rank else received[rank]).narrow(0, start, length)
+
+
+def _add_returned(
+    totals: list[torch.Tensor], returned: torch.Tensor, plan: KeyPlan, shapes: Any
+) -> None:
+    """Add the gradients that other ranks return to the gradients of this rank's tokens."""
+    at = 0
+    for runs in plan.sent:
+        for total, shape in zip(totals, shapes, strict=True):
+            size = sum(length for _, length in runs) * math.prod(shape[1:])
+            part = returned.narrow(0, at, size).view(-1, *shape[1:])
+            for run, tokens in _runs(total, runs, part):
+                run.add_(tokens)
+            at += size
 
 
 def _sum_runs(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
@@ -344,21 +330,17 @@ def _width(shapes: Any) -> int:
 
 def _narrow(x: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
     """Return runs (start, length) of tokens, joined."""
-    if len(runs) == 1:
-        return x.narrow(0, *runs[0])
-    return torch.cat([x.narrow(0, *run) for run in runs]) if runs else x[:0]
+    return _join([x.narrow(0, *run) for run in runs], x)
 
 
-def _all_to_all(
-    x: torch.Tensor, plan: KeyPlan, shapes: Any, group: Group, back: bool = False
-) -> torch.Tensor:
-    """Return the tokens from all ranks, by rank; with `back`, send their gradients back."""
-    out, work = _start_all_to_all(x, plan, shapes, group, back)
-    work.wait()
-    return out
+def _join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return parts one after the other. A single part stays a view; no parts are 0 tokens of `like`."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else like[:0]
 
 
-def _split(flat: torch.Tensor, plan: KeyPlan | RemotePlan, shapes: Any) -> list[list[torch.Tensor]]:
+def _split(flat: torch.Tensor, plan: KeyPlan, shapes: Any) -> list[list[torch.Tensor]]:
     """Return per array the views of the received tokens, one per rank."""
     parts: list[list[torch.Tensor]] = [[] for _ in shapes]
     at = 0
@@ -368,12 +350,3 @@ def _split(flat: torch.Tensor, plan: KeyPlan | RemotePlan, shapes: Any) -> list[
             views.append(flat.narrow(0, at, size).view(count, *shape[1:]))
             at += size
     return parts
-
-
-def _join(
-    x: torch.Tensor, cut: torch.Tensor, parts: list[torch.Tensor], plan: KeyPlan, rank: int
-) -> torch.Tensor:
-    """Return the keys or the values of all pieces."""
-    sources = {**dict(enumerate(parts)), rank: cut, WHOLE: x}
-    runs = [sources[source].narrow(0, start, length) for source, start, length in plan.keys]
-    return torch.cat(runs) if runs else x[:0].clone()

@@ -31,8 +31,8 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
         out = std.function(*[x.values for x in ragged])
         return Array.from_layout(out, first.layout, first.ragged_dim)
     operands = [broadcast_operand(std.name, x, first) for x in args]
-    named = {key: broadcast_operand(std.name, x, first) for key, x in kwargs.items()}
-    return first.with_values(std.function(*operands, **named))
+    keyword_operands = {key: broadcast_operand(std.name, x, first) for key, x in kwargs.items()}
+    return first.with_values(std.function(*operands, **keyword_operands))
 
 
 @implements("same_rows")

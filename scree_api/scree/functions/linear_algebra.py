@@ -9,7 +9,6 @@ from .. import checks
 from ..array import Array
 from ..backends import is_array
 from ..broadcasting import (
-    accumulation_dtype,
     as_values,
     broadcast_operand,
     check_shared_layout,
@@ -19,6 +18,7 @@ from ..broadcasting import (
     normalize_axis,
 )
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 from ..ops.segment import gather_tiles, safe_root, segment_reduce, tile_size
 from .binding import Standard, implements, library_dtype
 

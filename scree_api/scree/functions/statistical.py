@@ -8,16 +8,8 @@ from typing import Any
 
 from .. import checks
 from ..array import Array
-from ..broadcasting import (
-    accumulation_dtype,
-    broadcast_operand,
-    is_nonzero,
-    mask_tail,
-    moveaxis,
-    normalize_axes,
-    normalize_axis,
-    real_dtype,
-)
+from ..broadcasting import broadcast_operand, mask_tail, moveaxis, normalize_axes, normalize_axis
+from ..dtypes import accumulation_dtype, is_nonzero, real_dtype
 from ..layout import Layout
 from ..ops.row_chunks import map_rows
 from ..ops.segment import (

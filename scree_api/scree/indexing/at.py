@@ -9,7 +9,6 @@ from .. import checks
 from ..array import Array, At
 from ..backends import is_array
 from ..broadcasting import (
-    accumulation_dtype,
     as_values,
     broadcast_operand,
     check_ragged,
@@ -18,6 +17,7 @@ from ..broadcasting import (
     mask_tail,
     with_values_like,
 )
+from ..dtypes import accumulation_dtype
 from ..layout import Layout, index_dtype
 from ..ops.segment import append_axes, segment_reduce, sort_by_id
 from .getitem import check_mask, getitem

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulation_dtype, as_values, mask_tail, with_values_like
+from ..broadcasting import as_values, mask_tail, with_values_like
 from ..checks import check_floating
+from ..dtypes import accumulation_dtype
 
 __all__ = ["erf", "gelu", "relu", "silu"]
 

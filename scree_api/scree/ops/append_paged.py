@@ -240,21 +240,21 @@ def _append_paged(call: AppendPagedCall) -> tuple[Any, ...]:
     return (k_pages, v_pages) if q is None else (k_pages, v_pages, q)
 
 
-def _write(call: AppendPagedCall, cache: Any, pages: Any, places: Any, new: Any) -> Any:
-    """Return the cache with the new tokens at their pages and at their places in the pages."""
+def _write(call: AppendPagedCall, cache: Any, pages: Any, page_slots: Any, new: Any) -> Any:
+    """Return the cache with the new tokens at their pages and at their slots within the pages."""
     layout, mask = call.k.layout, call.k.layout.token_mask
     xp, write = layout.xp, layout.backend.write
     if mask is not None and write is not None:
         # The tail writes the last token again, or, without tokens, what is there already.
         token = xp.clip(layout.arange(layout.total), 0, xp.clip(layout.offsets[-1] - 1, 0, None))
-        pages, places, new = (xp.take(x, token, axis=0) for x in (pages, places, new))
+        pages, page_slots, new = (xp.take(x, token, axis=0) for x in (pages, page_slots, new))
         pages = xp.where(layout.offsets[-1] > 0, pages, 0)
-        old = cache[pages, places]
+        old = cache[pages, page_slots]
         new = xp.where(layout.offsets[-1] > 0, new, old)
     if write is not None:
-        return write(cache, (pages, places), new)
+        return write(cache, (pages, page_slots), new)
     num_pages, size = (int(n) for n in cache.shape[:2])
-    slots = call.k.with_values(pages * size + places)
+    slots = call.k.with_values(pages * size + page_slots)
     tokens = scatter(call.k.with_values(new), slots, size=num_pages * size)
     ones = call.k.with_values(xp.ones((layout.total,), dtype=xp.int32, device=layout.device))
     is_written = scatter(ones, slots, size=num_pages * size) > 0

@@ -23,8 +23,9 @@ import numpy as np
 
 from .. import checks
 from ..array import Array
-from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
-from ..dispatch.operation import define_operation
+from ..broadcasting import check_ragged, check_shared_layout
+from ..dispatch.operation import KernelUnavailableError, define_operation
+from ..dtypes import accumulation_dtype
 from ..layout import Layout, Tiles, host_offsets_of
 from .philox import as_seed, kept_pairs, round_probability
 from .row_chunks import equal_cost_bounds, join_rows, split_rows
@@ -307,6 +308,23 @@ def attention(
     array([[0., 1.],
            [2., 3.]])
     """
+    # The calls of most layers of a model; for short rows the host time of a call matters.
+    if (
+        type(q) is type(k) is type(v) is Array
+        and q.layout is k.layout is v.layout
+        and alibi_slopes is None
+        and sinks is None
+        and not dropout
+    ):
+        axes = q.ragged_dim, k.ragged_dim, v.ragged_dim, None
+        settings = causal, window, scale, softcap, 0.0, deterministic, return_lse
+        values = q.values, k.values, v.values
+        run = _attention.recall(q.layout, axes, values, settings, kernel)
+        if run is not None:
+            try:
+                return run(q=q, k=k, v=v, alibi_slopes=None)
+            except KernelUnavailableError:
+                pass  # the validation selects a kernel again
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
     options: dict[str, Any] = {
         "causal": causal,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..array import Array
-from ..broadcasting import accumulation_dtype, check_ragged, mask_tail
+from ..broadcasting import check_ragged, mask_tail
 from ..checks import check_dense
+from ..dtypes import accumulation_dtype
 
 __all__ = ["broadcast_rows"]
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from ..array import Array
-from ..broadcasting import accumulation_dtype, check_ragged, mask_tail
+from ..broadcasting import check_ragged, mask_tail
 from ..checks import check_dense, check_floating, check_integer, check_same_dtype, check_shape
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 from .row_chunks import map_rows
 from .shift import has_neighbor
 

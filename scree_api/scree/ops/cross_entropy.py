@@ -15,7 +15,6 @@ from .. import checks
 from ..array import Array
 from ..backends import backend, is_array
 from ..broadcasting import (
-    accumulation_dtype,
     as_values,
     check_array,
     check_ragged,
@@ -24,6 +23,7 @@ from ..broadcasting import (
     with_values_like,
 )
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 from .segment import divide_by_weight, safe_divide, segment_reduce
 
 #: The mean or the sum over all tokens, the mean of each row, or the loss of each token.

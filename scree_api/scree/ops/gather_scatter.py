@@ -11,7 +11,6 @@ from .. import checks
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import (
-    accumulation_dtype,
     as_values,
     check_array,
     check_ragged,
@@ -20,6 +19,7 @@ from ..broadcasting import (
     peek_tokens,
 )
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 from ..indexing.getitem import read_row_index, take_rows
 from ..layout import Layout, has_same_rows, index_dtype, widen_index
 from .segment import append_axes, segment_reduce, sort_by_id

@@ -8,15 +8,10 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import (
-    accumulation_dtype,
-    as_values,
-    check_array,
-    check_same_rows,
-    check_shared_layout,
-)
+from ..broadcasting import as_values, check_array, check_same_rows, check_shared_layout
 from ..checks import check_floating, check_same_dtype, check_shape
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 
 __all__ = ["merge_attention"]
 

@@ -9,7 +9,6 @@ from .. import checks
 from ..array import Array
 from ..backends import backend
 from ..broadcasting import (
-    accumulation_dtype,
     as_values,
     check_array,
     check_ragged,
@@ -17,6 +16,7 @@ from ..broadcasting import (
     with_values_like,
 )
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 
 __all__ = ["layer_norm", "rms_norm"]
 

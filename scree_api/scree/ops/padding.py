@@ -11,9 +11,10 @@ import numpy as np
 from .. import checks
 from ..array import Array
 from ..backends import backend, is_array
-from ..broadcasting import check_ragged, is_nonzero, moveaxis
+from ..broadcasting import check_ragged, moveaxis
 from ..construct import offsets_from_lengths
 from ..dispatch.operation import define_operation
+from ..dtypes import is_nonzero
 from ..layout import Layout, host_offsets_of, index_dtype, widen_index
 from .segment import append_axes
 

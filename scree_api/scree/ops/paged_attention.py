@@ -10,9 +10,10 @@ import numpy as np
 
 from .. import checks
 from ..array import Array
-from ..broadcasting import accumulation_dtype, check_ragged
+from ..broadcasting import check_ragged
 from ..dispatch import call_cache
 from ..dispatch.operation import OBSERVERS, define_operation
+from ..dtypes import accumulation_dtype
 from ..layout import Layout
 from .attention import (
     Window,

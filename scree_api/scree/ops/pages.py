@@ -84,15 +84,15 @@ def check_pages(
     """Raise unless a page table in host memory has enough pages, all of which exist."""
     if lengths.min(initial=0) < 0:
         raise ValueError(f"kv_lengths: expected lengths of at least 0, got {lengths.min()}")
-    used, given = -(-lengths.astype(np.int64) // page_size), np.diff(offsets)
-    short = np.flatnonzero(used > given)
+    used, counts = -(-lengths.astype(np.int64) // page_size), np.diff(offsets)
+    short = np.flatnonzero(used > counts)
     if short.size:
         i = int(short[0])
         raise ValueError(
             f"page_table: expected {used[i]} pages of {page_size} tokens for the {lengths[i]} tokens of row {i}, "
-            f"got {given[i]}"
+            f"got {counts[i]}"
         )
-    is_used = np.arange(pages.size) - np.repeat(offsets[:-1], given) < np.repeat(used, given)
+    is_used = np.arange(pages.size) - np.repeat(offsets[:-1], counts) < np.repeat(used, counts)
     wrong = np.flatnonzero(is_used & ((pages < 0) | (pages >= num_pages)))
     if wrong.size:
         i = int(wrong[0])

@@ -12,8 +12,9 @@ import numpy as np
 from .. import checks
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
+from ..broadcasting import check_ragged, check_shared_layout
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 from .rope_scaling import (
     FrequencyScaling,
     RopeScaling,

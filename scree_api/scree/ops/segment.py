@@ -20,8 +20,8 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulation_dtype, is_nonzero, real_dtype
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype, is_nonzero, real_dtype
 from ..layout import Layout, Tiles
 from .row_chunks import map_rows
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from .. import checks
 from ..array import Array
-from ..broadcasting import accumulation_dtype, check_ragged, mask_tail, moveaxis, normalize_axis
+from ..broadcasting import check_ragged, mask_tail, moveaxis, normalize_axis
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 from .row_chunks import map_rows
 from .segment import segment_reduce
 

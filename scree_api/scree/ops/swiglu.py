@@ -8,8 +8,9 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulation_dtype, check_array, with_values_like
+from ..broadcasting import check_array, with_values_like
 from ..dispatch.operation import define_operation
+from ..dtypes import accumulation_dtype
 
 __all__ = ["swiglu"]
 

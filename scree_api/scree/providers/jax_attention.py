@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..backends.jax import BACKEND
-from ..broadcasting import accumulation_dtype
 from ..dispatch.registry import register_kernel
+from ..dtypes import accumulation_dtype
 from ..layout import Layout
 from ..ops.attention import AttentionCall
 
