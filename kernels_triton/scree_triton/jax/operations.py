@@ -558,6 +558,10 @@ def rejects(operation: str, call: Any) -> str | None:
             return f"the Triton kernels for JAX do not compute {x}"
     if any(x == np.int64 for x in signature.attributes if isinstance(x, np.dtype)):
         return "the Triton kernels for JAX compute no 64-bit integers"
+    try:
+        hash(signature)
+    except TypeError:
+        return "the Triton kernels for JAX take arrays of JAX, and options that can be hashed"
     # A traced call may be differentiated later.
     needs_grad = tuple(
         TABLE[operation].has_gradient and jnp.issubdtype(dtype, jnp.floating)
