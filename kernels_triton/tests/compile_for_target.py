@@ -22,8 +22,8 @@ SHARED_MEMORY = {
 #: Gluon kernel of attention.
 HEAD_DIMS = "head_dims"
 HEAD_DIM_SIZES = {torch.bfloat16: (96, 128, 160, 256), torch.float32: (64, 256)}
-#: The same for the portable kernels. They pad a head to a power of two, so that 96 has the tiles of 128
-#: (which `LONG_ROWS` compiles) and 160 has the tiles of 256.
+#: The same for the portable kernels. They pad a head to a power of two. So 96 has the tiles of 128, which
+#: `LONG_ROWS` compiles, and 160 has the tiles of 256.
 PORTABLE_HEAD_DIM_SIZES = {torch.bfloat16: (96, 256), torch.float32: (64, 256)}
 #: Softmax of rows that clusters of CTAs process on 9.0; causal attention on one long row, with 16
 #: query heads of one key head.
@@ -145,7 +145,7 @@ def main() -> None:
                 if name == LONG_ROWS:
                     row = torch.randn(70_000, dtype=dtype)
                     scree.softmax(scree.from_lengths(row, [70_000], max_length=70_000))
-                    # The portable kernels of rows with head_dim 64 differ in the tile only.
+                    # The portable kernels with head_dim 64 differ from 128 only in the tile.
                     dims = (64, 128) if capability == "90" else (128,)
                     for dim in dims if dtype == torch.bfloat16 else ():
                         attend_long_row(dim, dtype)

@@ -25,7 +25,7 @@ def patch_language_once() -> None:
     """Make a launch in Triton's interpreter patch `triton.language` once, not once per function call.
 
     The interpreter replaces every built-in function when a kernel starts, and again at every call of
-    a device function. The second time it finds nothing to replace, and takes half of the run time.
+    a device function. These later replacements find nothing to replace, and take half of the run time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -55,7 +55,8 @@ def patch_language_once() -> None:
     interpreter._patch_lang = patch_missing
 
 
-if find_spec("triton") and not gpu():  # what the kernels are is settled when they are imported
+# A kernel is compiled or interpreted depending on the switch at the time of its import.
+if find_spec("triton") and not gpu():
     os.environ[SWITCH] = "1"
     patch_language_once()
     for module in {entry.module for entry in scree_triton.KERNELS.values()}:

@@ -47,9 +47,8 @@ def exact(x, weight, bias, targets, reduction, dtype=torch.float64):
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-@pytest.fixture(
-    params=[(2, 100), (1, 100), (2, 0)], ids=str
-)  # tokens of a part in one visit; or two visits
+# Tokens of a chunk, and the most classes that one pass reads: the 50 classes take one pass or two.
+@pytest.fixture(params=[(2, 100), (1, 100), (2, 0)], ids=str)
 def small_chunks(request, monkeypatch):
     tokens, many = request.param
     monkeypatch.setattr(linear_cross_entropy, "max_chunk_tokens", lambda *sizes: tokens)
@@ -60,7 +59,7 @@ def small_chunks(request, monkeypatch):
 @pytest.mark.parametrize("reduction, bias", [("mean", True), ("sum", False)])
 @pytest.mark.parametrize("dtype", [f32, f16] if INTERPRETED else [f32, f16, bf16])
 def test_chunks(small_chunks, dtype, reduction, bias):
-    """As exact as eager products of this dtype, however many chunks; again and again; with a factor behind it."""
+    """Losses and gradients are as exact as eager products, also of a second backward pass with a factor."""
     parts = problem([3, 0, 4, 2], 24, 50, dtype, bias)
     right, rough = (exact(*parts, reduction, d) for d in (torch.float64, dtype))
     leaves = [p for p in (parts[0].values, *parts[1:3]) if p is not None]

@@ -43,9 +43,9 @@ class Case(NamedTuple):
     """An operation on rows, and the same in PyTorch on one row."""
 
     run: Callable[..., Any]
-    """Of a ragged array and the other arrays; returns values (total, ...) or (n, ...)."""
+    """Function of a ragged array and the other arrays; returns values (total, ...) or (n, ...)."""
     row: Callable[..., torch.Tensor]
-    """Of the tokens of one row, and the other arrays."""
+    """Function of the tokens of one row and the other arrays."""
     token: tuple[int, ...] = (24,)
     others: tuple[tuple[int, ...], ...] = ()
     lengths: list[int] = LENGTHS

@@ -95,7 +95,7 @@ class RowCut(Protocol):
     positions: Any
 
     def static_layout(self, layout: Layout) -> Layout:
-        """Return the layout of a shard for pytrees, which no trace made."""
+        """Return the layout of a shard without tracers, for pytrees."""
         return layout
 
     def run(
@@ -109,8 +109,8 @@ class RowCut(Protocol):
         """Call a function of the standard, of some kind, on shards."""
 
 
-#: id of the offsets of a shard -> its layout. An array that is made of these offsets is a shard too:
-#: `dataclasses.replace`, by which FSDP2 casts the inputs of modules, passes nothing but the fields.
+#: id of the offsets of a shard -> its layout. An array with the same offsets is a shard too. FSDP2 casts
+#: the inputs of modules by `dataclasses.replace`, which passes only the fields of `Array`.
 SHARD_LAYOUTS: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 
 

@@ -77,7 +77,7 @@ class LaunchConfig:
     def _has_few_queries(self, total_q: int) -> bool:
         """Return whether the order of tiles matters more than hits in the L2 cache.
 
-        If so, no head waits for other heads, and the longest tiles of all heads come first.
+        If so, all heads run side by side, and the longest tiles of all heads come first.
         """
         return total_q * self.heads <= FEW_QUERIES
 

@@ -88,9 +88,10 @@ def choose_splits(
     dims
         head_dim of q and k plus head_dim of v.
     works
-        Estimates of the work of one query head, see `estimate_work`, the most likely one first.
-        The others choose among the numbers that cost little by the first one. They choose no number
-        whose partial sums have more numbers than q and the gradient of the output.
+        Estimates of the work of one query head, see `estimate_work`, the most likely estimate first.
+        The first estimate selects the numbers of splits that cost little. The other estimates choose
+        among these. They choose no number of splits, except the smallest one, whose partial sums have
+        more elements than q and the gradient of the output.
     sm_count
         Number of CTAs that run at once.
     """

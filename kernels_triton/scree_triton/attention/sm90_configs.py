@@ -189,7 +189,8 @@ class Sm90Config(LaunchConfig):
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
     ) -> int:
         """Return the number of splits of the query heads that share a key head."""
-        if self.rows != ALL_ROWS:  # sums over the splits of all rows, of which this config has some
+        # The launch that adds the splits processes all rows, and this config only some of them.
+        if self.rows != ALL_ROWS:
             return 1
         num_rows = layout.cu_seqlens_q.shape[0] - 1
         group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
@@ -239,9 +240,8 @@ class Sm90Config(LaunchConfig):
         numbers = ForwardNumbers(
             total_q, self.heads, self.heads // self.k_heads, heads_in_l2, *to_base2(spec)
         )
-        # The kernel writes the output through the descriptor or through the pointer, and the other
-        # one needs a tensor as well. This is q: TMA can address it, and a launch that is recorded
-        # must not have memory that it writes as two arguments.
+        # The kernel writes the output through the descriptor or through the pointer. The other argument
+        # gets q, which TMA can address: a recorded launch must not pass memory that it writes twice.
         described, written = ("out", "q") if self.stores_by_tma else ("q", "out")
         launch = BoundLaunch(
             self.forward_launch,

@@ -122,7 +122,8 @@ def count_rows(rows: int, head_dim: int, max_seqlen: int) -> int:
     """Return the number of rows summed over heads, weighted by head_dim, to compare with MANY_ROWS.
 
     A tile of wide heads takes longer, and an SM runs one CTA with such tiles instead of three. So
-    sharing tiles pays off for fewer rows. Beside a long row, a few short rows take no time.
+    sharing tiles pays off for fewer rows. A long row takes much longer than a few short rows, so these need
+    no shared tiles.
     """
     if head_dim <= 64:
         return rows

@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def register_operations() -> None:
-    """Register the kernels of all operations but attention."""
+    """Register the kernels of all operations except attention."""
     from scree import register_kernel
 
     operations = import_module(".operations", __name__)

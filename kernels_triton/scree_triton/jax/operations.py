@@ -40,11 +40,12 @@ class Entry(NamedTuple):
     """Properties of an operation that JAX runs by kernels."""
 
     has_gradient: bool = True
-    """False if no gradient is needed where the kernels have none."""
+    """False if the kernels have no gradient."""
     first_array: Callable[[list[Any]], Any] | None = None
-    """Function of the results, for backward kernels that do not read the call's first array.
+    """Function of the results that returns a replacement for the call's first array.
 
-    It returns another first array with the same gradient. None if the gradient does not depend on it.
+    The gradient of the replacement is the gradient of the first array. Backward kernels that do not read
+    the first array need it. None if the gradient does not depend on the first array.
     """
 
 
@@ -52,8 +53,8 @@ class Entry(NamedTuple):
 TABLE: dict[str, Entry] = {
     "append_paged": Entry(has_gradient=False),
     "cross_entropy": Entry(),
-    # With a residual the second result is the sum that is normalized.
     "grouped_matmul": Entry(),
+    # With a residual the second result is the sum that is normalized. The norms read the sum only.
     "layer_norm": Entry(first_array=lambda results: results[-1]),
     "log_softmax": Entry(first_array=lambda results: results[0]),
     "logsumexp": Entry(),
@@ -76,7 +77,7 @@ class _Dense(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A layout of a call: the index of its offsets, and what else is static."""
+    """A layout of a call: the index of its offsets, and its static attributes."""
 
     offsets: int
     total: int
@@ -212,7 +213,7 @@ class _Program:
     inputs: list[torch.Tensor]
     results: list[torch.Tensor]
     shapes: list[tuple[int | None, int]]
-    """Of each result: the index of its offsets and its ragged axis; None for a dense array."""
+    """Index of the offsets and ragged axis of each result; (None, 0) for a dense array."""
     residuals: list[torch.Tensor]
     """Tensors that the forward launches write and the backward launches read, besides results."""
     saved_inputs: list[int]
@@ -220,7 +221,7 @@ class _Program:
     saved_results: list[int]
     result_grads: list[torch.Tensor | None]
     input_grads: list[torch.Tensor | None]
-    """Of each input that needs one: its gradient; None if the kernels compute none."""
+    """Gradient of each input that needs one; None if the kernels compute none."""
 
 
 def _inputs_of(signature: Signature, needs_grad: Sequence[bool]) -> list[torch.Tensor]:
@@ -305,7 +306,7 @@ def _tensors_of(recording: Recording) -> dict[int, torch.Tensor]:
 
 
 def _memory_written(recording: Recording) -> dict[int, torch.Tensor]:
-    """Return memory -> tensor for what the launches write."""
+    """Return memory -> tensor for all tensors that the launches write."""
     tensors: dict[int, torch.Tensor] = {}
     for step in recording.steps:
         if not isinstance(step, RecordedLaunch):
@@ -404,7 +405,7 @@ def _backward_kernels(*arrays: Any, static: _Static) -> list[Any]:
 def _backward_standard(*arrays: Any, static: _Static) -> list[Any]:
     """Compute the gradients without kernels, from the arrays that the kernels need.
 
-    The gradient does not depend on the other arrays, or `Entry.first_array` returns one with the same gradient.
+    The gradient does not depend on the other arrays, or `Entry.first_array` replaces them.
     """
     (signature, needs_grad), program = static, static.program
     rest = iter(arrays)
@@ -418,7 +419,7 @@ def _backward_standard(*arrays: Any, static: _Static) -> list[Any]:
         inputs[0] = first_array(results)
     zeros = ((i, jnp.zeros(*x)) for i, x in enumerate(signature.types) if i not in inputs)
     inputs |= dict(zeros)
-    # Without it, zeros would be the same on all devices, and their gradients summed over devices.
+    # JAX would sum the gradients of these zeros over all devices if they did not vary over the mesh.
     *inputs, _ = vary_alike([*(inputs[i] for i in range(len(inputs))), arrays[0]])
 
     def run(*differentiated: Any) -> list[Any]:
@@ -432,7 +433,7 @@ def _backward_standard(*arrays: Any, static: _Static) -> list[Any]:
 
 
 def _rules(standard: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the rules for `jax.vmap` and for derivatives: both transform the standard implementation."""
+    """Return the rules for `jax.vmap` and for derivatives, which transform `standard`."""
 
     def batch(arrays: Any, axes: Any, *, static: _Static) -> Any:
         results = jax.vmap(partial(standard, static=static), in_axes=tuple(axes))(*arrays)
@@ -455,7 +456,7 @@ _backward_primitive = define_primitive(
     _backward_standard,
     *_rules(_backward_standard),
 )
-#: Each primitive, and its function on CUDA.
+#: Primitive -> its function on CUDA.
 PRIMITIVES = {_forward_primitive: _forward_kernels, _backward_primitive: _backward_kernels}
 
 
@@ -514,9 +515,9 @@ _run = jax.jit(_differentiable, static_argnums=0)
 
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays, which vary over the same axes of a mesh inside `jax.shard_map`.
+    """Return the arrays so that all vary over the same axes of a mesh inside `jax.shard_map`.
 
-    The gradient of an array that was the same on all devices is then a sum over the devices.
+    If an array was the same on all devices, JAX then sums its gradient over the devices.
     """
     axes = [_varying_axes(jax.typeof(x)) for x in arrays]
     union = frozenset().union(*axes)
@@ -562,7 +563,7 @@ def rejects(operation: str, call: Any) -> str | None:
         hash(signature)
     except TypeError:
         return "the Triton kernels for JAX take arrays of JAX, and options that can be hashed"
-    # A traced call may be differentiated later.
+    # A traced call may be differentiated later, so its backward pass is recorded too.
     needs_grad = tuple(
         TABLE[operation].has_gradient and jnp.issubdtype(dtype, jnp.floating)
         for _, dtype in signature.types

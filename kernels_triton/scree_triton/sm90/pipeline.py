@@ -59,8 +59,8 @@ _COUNTERS_PER_STREAM = 4096
 def tile_counters(device: torch.device) -> Callable[[], torch.Tensor]:
     """Return a function that returns tile counters at 0 for the next launches on the device.
 
-    Every launch that uses them leaves its own counter at 0. Counter 0 serves all kernels except the
-    kernel of dK and dV. That kernel may begin before the dQ kernel ends, so it uses counter 1.
+    Every launch leaves the counter that it uses at 0. All kernels use counter 0, except the kernel of dK
+    and dV. That kernel may begin before the dQ kernel ends, so it uses counter 1.
 
     Streams run concurrently, so each stream has its own ring of counters. The ring is far longer
     than a device's queue of launches. A captured graph may be replayed at any time, so it gets

@@ -389,7 +389,7 @@ def forward(
 def _autocast(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Convert arrays in a region of `torch.autocast`, as PyTorch's own attention does.
 
-    There the products give the dtype of the region, and the rotation of models float32.
+    In such a region linear layers return the dtype of the region, and rotations of models float32.
     """
     device = arrays[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -152,7 +152,7 @@ class Operation:
             guard = call_cache.make_guard(values)
             prepared = None if guard is None else chosen.prepare(call)
             if guard is not None and prepared is not None:
-                # `_run_on` below runs the kernel again, warns and chooses another one.
+                # On this error `_run_on` below runs the kernel again, warns and selects another kernel.
                 with suppress(KernelUnavailableError):
                     result = prepared(**arrays)
                     call_cache.store(entries, call_cache.Entry(kernels, guard, prepared))

@@ -64,7 +64,8 @@ class Cut(ShardOperations):
     def make_layout(self) -> Layout:
         """Return the layout of shards: the layout of this rank's tokens, with the cut."""
         local = self.local_layout
-        # Offsets of their own tell shards from arrays on `local_layout`.
+        # A copy, because `SHARD_LAYOUTS` recognizes shards by their offsets: arrays on `local_layout` are
+        # no shards.
         offsets = local.xp.asarray(local.offsets, copy=True)
         layout = Layout(local.backend, offsets, local.total, local.max_length, local.host_offsets)
         layout.cut = self

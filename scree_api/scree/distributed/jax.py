@@ -147,7 +147,7 @@ class ShardCut(RowCut):
         return local.adopt(local.call(kind, name, function, args, kwargs))
 
     def _local_cut(self, operands: Iterable[Any]) -> LocalCut:
-        """Return the cut of an operand that a function of this trace made, or a new one."""
+        """Return the cut of an operand that an operation of this trace made, or a new cut."""
         for x in operands:
             if isinstance(x, Array) and isinstance(x.layout.cut, LocalCut):
                 return x.layout.cut
@@ -165,8 +165,8 @@ class ShardCut(RowCut):
 class LocalCut(ShardOperations):
     """The pieces of the device on which a traced function runs.
 
-    The results of operations keep it, so it is made once and not for each operation. A pytree keeps
-    the layout of `outer` instead, because the index of the device belongs to one trace.
+    The results of operations keep this cut, so it is made once per trace instead of once per operation.
+    A pytree keeps the layout of `outer` instead, because the index of the device belongs to one trace.
     """
 
     def __init__(self, outer: ShardCut) -> None:
@@ -183,11 +183,11 @@ class LocalCut(ShardOperations):
     __hash__ = None  # type: ignore[assignment]
 
     def static_layout(self, layout: Layout) -> Layout:
-        """Return the layout of `outer`, which no trace made; see `RowCut`."""
+        """Return the layout of `outer`, which contains no tracers; see `RowCut`."""
         return self.outer.layout
 
     def adopt(self, results: Any) -> Any:
-        """Return the results of an operation, of which shards get this cut."""
+        """Return the results of an operation, with this cut in the layouts of shards."""
         if isinstance(results, list | tuple):
             return type(results)([self.adopt(x) for x in results])
         if not isinstance(results, Array) or results.layout.cut is None:

@@ -43,7 +43,7 @@ def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> 
 
     The limit of a rank is `TOLERANCE` times the mean cost. Rows that cost more than the limit are
     cut. If there are none, and whole rows exceed the limit of one rank only, the cheapest row is cut
-    that is enough. Otherwise more of the longest rows are cut, in doubling steps, until the whole
+    that suffices. Otherwise more of the longest rows are cut, in doubling steps, until the whole
     rows of no rank exceed the limit.
 
     Each cut row has two chunks per rank, in the order 0, 1, ... r, r, ... 1, 0 of the ranks. Both

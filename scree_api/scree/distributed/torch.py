@@ -249,7 +249,7 @@ def _start_all_to_all(
 def _sources(
     own: torch.Tensor, received: list[torch.Tensor], plan: KeyPlan, group: Group
 ) -> Iterator[torch.Tensor]:
-    """Yield the keys of each run of a plan, of this rank or of the tokens from other ranks."""
+    """Yield a view of each run of a plan's keys, in `own` or in the tokens from other ranks."""
     for rank, start, length in plan.keys:
         yield (own if rank == group.rank else received[rank]).narrow(0, start, length)
 
@@ -334,7 +334,7 @@ def _narrow(x: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
 
 
 def _join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return parts one after the other. A single part stays a view; no parts are 0 tokens of `like`."""
+    """Return the parts, concatenated: a view of a single part, and no tokens of `like` without parts."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else like[:0]

@@ -308,7 +308,7 @@ def attention(
     array([[0., 1.],
            [2., 3.]])
     """
-    # The calls of most layers of a model; for short rows the host time of a call matters.
+    # Most layers of a model take this path. For short rows the host time of a call dominates.
     if (
         type(q) is type(k) is type(v) is Array
         and q.layout is k.layout is v.layout
