@@ -320,7 +320,7 @@ def resolve_device(name: str) -> str:
 
 def load(name: str, device: str = "cpu") -> MeasuredLibrary:
     """Load a library by name. Raises `ImportError` if it is not installed."""
-    # JAX would take three quarters of the memory of a GPU that PyTorch uses too.
+    # By default JAX reserves three quarters of the GPU's memory, which PyTorch needs too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return LOADERS[name](backends.load(name, None if device == "cpu" else device), device)
 
@@ -330,7 +330,7 @@ def installed_libraries(
 ) -> list[MeasuredLibrary]:
     """Return the installed libraries for ``--backend``; the session notes the missing libraries.
 
-    On "cuda" PyTorch runs, and those of `on_cuda` that ``--backend`` names.
+    On "cuda" PyTorch runs, and every library of `on_cuda` that ``--backend`` names.
     """
     listed = parse_words(names, "--backend", ("all", *among))
     libraries = []

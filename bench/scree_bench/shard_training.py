@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Steps whose losses are compared.
 LOSS_STEPS = 4
-#: Tokens of a batch, and for models of at least LARGE parameters, whose activations are larger.
+#: Tokens of a batch. Models of at least LARGE parameters have larger activations, so they take LARGE_TOKENS.
 TOKENS, LARGE_TOKENS, LARGE = 65_536, 16_384, 1_000_000_000
 
 

@@ -78,7 +78,7 @@ def _numbers(name: str, draw: str, shape: tuple[int, ...]) -> np.ndarray:
 
 FIXED = {"sorted": [0, 1, 2, 3], "indices": [1, 0, 0]}
 #: Argument -> the domain of its numbers, its shape, and its dtype: a name, ``"default integer"``, or
-#: the dtype of the case, which a solver takes if it is float32 or float64.
+#: ``"dtype"``, the dtype of the case. A solver takes float32, unless the dtype of the case is float64.
 ARGUMENTS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "x": ("twos", (N, LENGTH, WIDTH), "dtype"),
     "y": ("twos", (N, LENGTH, WIDTH), "dtype"),

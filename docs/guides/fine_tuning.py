@@ -80,6 +80,7 @@ def varlen_attention(module, query, key, value, mask, scaling=None, **options):
     from torch.nn.attention.varlen import varlen_attn
 
     heads = query.shape[1] // key.shape[1]
+    # FlashAttention takes no float32, which the rotation returns under autocast.
     dtype = torch.get_autocast_dtype("cuda") if CUDA else query.dtype
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     k, v = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (k, v))

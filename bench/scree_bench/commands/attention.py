@@ -195,10 +195,10 @@ def command(
     The phases are forward, backward and both. The workloads are named (--work), or custom with any
     of --lengths, --num-seqs, --mean-len, --sigma, --heads, --kv-heads, --dim and --dtype. Comma
     lists in these options and in --causal give all combinations. The share is the rate of useful
-    operations relative to this machine's peak for matrix products. On CUDA the times of JAX are by the
-    host's clock, and the times of PyTorch by the device's. --tiles finds the best tile of
-    each shape instead: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and
-    bfloat16, unless --mean-len, --dim or --dtype select others.
+    operations relative to this machine's peak for matrix products. On CUDA, JAX is timed by the clock of
+    the host, and PyTorch by events of the device. --tiles finds the best tile of each shape instead: one
+    sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, unless --mean-len, --dim
+    or --dtype select others.
 
     --random N compares scree with the fastest peer on N shapes drawn with --seed, and --shapes on
     the shapes of a file. With --out, the same command goes on after the last complete shape.
@@ -282,7 +282,7 @@ def _measure(
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase, reason in PARTIAL.get(lib.name, {}).items():
         session.leave_out(f"{phase} on {lib.name}", reason)
-    # Events of PyTorch do not time the streams of JAX, so its calls have the time of the host's clock.
+    # Events of PyTorch do not time the streams of JAX, so the host's clock times calls of JAX.
     clock = "cpu" if lib.name == "jax" else None
     for phase in _phases(lib):
         builds = {
