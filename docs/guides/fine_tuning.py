@@ -81,7 +81,8 @@ def varlen_attention(module, query, key, value, mask, scaling=None, **options):
 
     heads = query.shape[1] // key.shape[1]
     # FlashAttention takes no float32, which the rotation returns under autocast.
-    dtype = torch.get_autocast_dtype("cuda") if CUDA else query.dtype
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     k, v = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (k, v))
     offsets, longest = options["cu_seq_lens_q"], int(options["max_length_q"])

@@ -7,6 +7,9 @@ import scree
 from scree.dispatch.operation import OPERATIONS
 from scree.ops.attention import AttentionCall
 from scree.providers.torch_attention_gradient import AttentionGradientCall
+from scree_triton.attention.interface import make_spec
+from scree_triton.attention.launch_configs import get_launch_config
+from scree_triton.attention.metadata import VarlenLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -87,3 +90,41 @@ def test_keys_before_a_cut_have_a_window_without_right_bound(keys):
         results.append([x.float() for x in (out.values, lse.values, *grads)])
     for expected, actual in zip(*results):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_at_any_address_and_with_any_strides_on_a_gpu(dtype, monkeypatch):
+    check_gradients_of_the_output(dtype, monkeypatch)
+
+
+def test_gradients_at_any_address_and_with_any_strides(monkeypatch):
+    check_gradients_of_the_output(torch.float32, monkeypatch)
+
+
+def check_gradients_of_the_output(dtype, monkeypatch):
+    """One of a sum is expanded; a part of another array can be contiguous but not aligned."""
+    cu = torch.tensor([0, 4, 21], dtype=torch.int32, device=DEVICE)
+    q, k, v, dout = (torch.randn(21, 2, 32, device=DEVICE, dtype=dtype) for _ in range(4))
+    layout, spec = VarlenLayout(cu, cu, None, 17), make_spec(True, None, None, 0.2, None, 0.0)
+    config = get_launch_config(q, k, v, layout, spec, 0)
+    prepared, prepare_all = [], config._backward
+
+    def count(*args):
+        prepare = prepare_all(*args)
+        return lambda *strides: prepared.append(strides) or prepare(*strides)
+
+    monkeypatch.setattr(config, "_backward", count)
+    out, lse = config.prepare_forward(layout, 21, 21, spec)(q, k, v, None)
+    run = config.prepare_backward(layout, 21, 21, spec)
+
+    def gradients(dout):
+        return run(q, k, v, None, out, lse, dout, None)
+
+    unaligned = torch.cat([dout.flatten()[:1], dout.flatten()])[1:].view_as(dout)
+    expanded = torch.ones((), device=DEVICE, dtype=dtype).expand_as(dout)
+    for given, copy in ((unaligned, dout), (expanded, expanded.contiguous())):
+        assert all(map(torch.equal, gradients(given), gradients(copy)))
+    before = len(prepared)
+    gradients(expanded)
+    assert len(prepared) == before

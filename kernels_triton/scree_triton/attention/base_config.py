@@ -169,15 +169,24 @@ class LaunchConfig:
         new_stats = partial(self.empty, *contiguous((2, self.heads, total_q)), torch.float32)
         launches: dict[Any, Callable[..., None]] = {}
 
+        def copy_or_prepare(dout, dlse):
+            """Return a gradient that the kernels can read, and its launch."""
+            if not self._reads_in_place(dout):
+                # Not `contiguous`, which returns a contiguous gradient at any address.
+                dout = dout.clone(memory_format=torch.contiguous_format)
+            strides = dout.stride(), None if dlse is None else dlse.stride()
+            key = *strides, dout.data_ptr() & 15
+            if key not in launches:
+                launches[key] = prepare(*strides)
+            return dout, launches[key]
+
         def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
             if dout is None:
                 dout = torch.zeros_like(out)
             key = dout.stride(), None if dlse is None else dlse.stride(), dout.data_ptr() & 15
             launch = launches.get(key)
             if launch is None:
-                dout = dout if self._reads_in_place(dout) else dout.contiguous()
-                strides = dout.stride(), key[1]
-                launch = launches[*strides, dout.data_ptr() & 15] = prepare(*strides)
+                dout, launch = copy_or_prepare(dout, dlse)
             dq, dk, dv, stats = new_dq(), new_dk(), new_dv(), new_stats()
             count = next_counter()
             launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, *seed)

@@ -122,12 +122,12 @@ def count_rows(rows: int, head_dim: int, max_seqlen: int) -> int:
     """Return the number of rows summed over heads, weighted by head_dim, to compare with MANY_ROWS.
 
     A tile of wide heads takes longer, and an SM runs one CTA with such tiles instead of three. So
-    sharing tiles pays off for fewer rows. A long row takes much longer than a few short rows, so these need
-    no shared tiles.
+    sharing tiles pays off for fewer rows. A long row takes much longer than a few short rows, so these
+    need no shared tiles.
     """
     if head_dim <= 64:
         return rows
-    return 3 * rows if head_dim <= 128 or max_seqlen > SHORT_SEQLEN else 15 * rows // 2
+    return 3 * rows if head_dim <= 128 or max_seqlen >= FEWEST_MIN_SEQLEN else 15 * rows // 2
 
 
 def head_parts(head_dim: int) -> tuple[int, int]:
