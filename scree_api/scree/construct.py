@@ -60,7 +60,7 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         raise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PackCall:
     """A validated call of `pack`.
 
@@ -259,7 +259,7 @@ def from_lengths(
     return Array(values, offsets, ragged_dim, max_length)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OffsetsCall:
     """The offsets of rows whose lengths only a device knows.
 

@@ -51,7 +51,7 @@ def matmul(x1: Any, x2: Any, /, *, std: Standard) -> Array:
     return Array.from_layout(std.function(x1.values, x2), x1.layout, x1.ragged_dim)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GroupedCall:
     """A validated call of `matmul` with one matrix per row.
 

@@ -198,7 +198,7 @@ def select(arr: Array, new: Layout, starts: Any, step: int = 1, *, distinct: boo
     return _select.run_call(SelectCall(arr, new, starts, step, distinct))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SelectCall:
     """A call of `select`, which serves slices, flips and rows by index.
 

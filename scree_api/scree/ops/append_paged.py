@@ -32,7 +32,7 @@ class RopeOptions(NamedTuple):
     scaling: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AppendPagedCall:
     """A validated call of `append_paged`.
 

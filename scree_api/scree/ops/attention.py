@@ -43,7 +43,7 @@ MAX_WINDOW = 1 << 30  # keys on one side of a query; no row is as long
 Window = int | tuple[int | None, int | None] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AttentionCall:
     """A validated call of `attention`. The sinks are no part of it: they rescale its result.
 

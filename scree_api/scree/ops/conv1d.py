@@ -17,7 +17,7 @@ from .shift import has_neighbor
 __all__ = ["conv1d"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Conv1dCall:
     """A validated call of `conv1d`.
 

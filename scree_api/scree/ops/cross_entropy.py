@@ -78,7 +78,7 @@ class LossCall:
         return with_values_like(self.tokens, reduced) if self.reduction == "none" else reduced
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CrossEntropyCall(LossCall):
     """A validated call of `cross_entropy`.
 
@@ -109,7 +109,7 @@ class CrossEntropyCall(LossCall):
         _check_targets(self, self.values.shape[1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LinearCrossEntropyCall(LossCall):
     """A validated call of `linear_cross_entropy`.
 

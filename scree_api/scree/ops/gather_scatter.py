@@ -27,7 +27,7 @@ from .segment import append_axes, segment_reduce, sort_by_id
 __all__ = ["gather", "group", "scatter", "scatter_add"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GatherCall:
     """A validated call of `gather` for tokens (``axis=1``).
 
@@ -109,7 +109,7 @@ def _gather(call: GatherCall) -> Array:
     return Array.from_layout(taken, call.index.layout)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ScatterCall:
     """A validated call of `scatter` for tokens (``axis=1``), or of `scatter_add`.
 

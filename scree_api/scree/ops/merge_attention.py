@@ -16,7 +16,7 @@ from ..dtypes import accumulation_dtype
 __all__ = ["merge_attention"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MergeAttentionCall:
     """A validated call of `merge_attention`.
 

@@ -21,7 +21,7 @@ from ..dtypes import accumulation_dtype
 __all__ = ["layer_norm", "rms_norm"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class NormCall:
     """A validated call of `layer_norm` or `rms_norm`.
 

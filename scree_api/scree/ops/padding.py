@@ -81,7 +81,7 @@ def from_padded(
     return arr
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UnpadCall:
     """A validated call of `from_padded`.
 
@@ -193,7 +193,7 @@ def _check_mask(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, An
     return mask, np.count_nonzero(booleans, axis=1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MarkCall:
     """The offsets of the rows of a mask that only a device can read, and the slots of its tokens.
 
@@ -307,7 +307,7 @@ def to_padded(
     return _pad.run({"arr": arr}, options, kernel)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PadCall:
     """A validated call of `to_padded`.
 

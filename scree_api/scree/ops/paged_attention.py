@@ -33,7 +33,7 @@ __all__ = ["paged_attention"]
 _READABLE = (list, tuple, np.ndarray)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PagedAttentionCall:
     """A validated call of `paged_attention`, without sinks and shared pages.
 

@@ -36,7 +36,7 @@ class Tables(NamedTuple):
     sin: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RopeCall:
     """A validated call of `rope`.
 

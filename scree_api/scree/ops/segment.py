@@ -33,7 +33,7 @@ IDENTITIES = {"sum": 0, "mean": float("nan"), "prod": 1, "any": False, "all": Tr
 SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SegmentCall:
     """A reduction, a scan, or the position of an extremum, within the rows of dense values.
 

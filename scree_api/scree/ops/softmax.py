@@ -18,7 +18,7 @@ from .segment import segment_reduce
 __all__ = ["log_softmax", "logsumexp", "softmax"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SoftmaxCall:
     """A validated call of `softmax`, `log_softmax` or `logsumexp`.
 

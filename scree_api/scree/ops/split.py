@@ -14,7 +14,7 @@ from ..dispatch.operation import define_operation
 __all__ = ["split"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SplitCall:
     """A validated call of `split`.
 

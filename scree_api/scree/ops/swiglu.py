@@ -15,7 +15,7 @@ from ..dtypes import accumulation_dtype
 __all__ = ["swiglu"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SwigluCall:
     """A validated call of `swiglu`.
 

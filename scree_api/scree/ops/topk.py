@@ -14,7 +14,7 @@ from ..layout import Layout
 __all__ = ["topk"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TopkCall:
     """A validated call of `topk`.
 

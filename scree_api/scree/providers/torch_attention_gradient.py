@@ -17,7 +17,7 @@ from ..dispatch.operation import OPERATIONS, define_operation
 from ..ops.attention import AttentionCall
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AttentionGradientCall:
     """Gradients of attention through a part of the keys; there is no dropout.
 
