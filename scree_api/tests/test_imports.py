@@ -81,10 +81,9 @@ def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
         code = (
             f"import time; t = time.process_time(); import {what}; print(time.process_time() - t)"
         )
-        # The waiting threads of OpenBLAS would count as the time of what is imported next.
         with pytest.MonkeyPatch.context() as patch:
-            for library in ("OMP", "OPENBLAS"):
-                patch.setenv(f"{library}_NUM_THREADS", "1")
+            # As in a program: the workers of the tests limit the threads of NumPy's libraries.
+            patch.delenv("OMP_NUM_THREADS", raising=False)
             return float(python(code, tmp_path))
 
     def ratio() -> float:
@@ -93,7 +92,7 @@ def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
         )  # one right behind the other, as the machine's speed changes
 
     ratio()  # compiles
-    assert median(ratio() for _ in range(9)) < 1.75
+    assert median(ratio() for _ in range(9)) < 1.5
 
 
 # ---------------------------------------------------------------------------------------------------
