@@ -386,6 +386,50 @@ def test_kernels_belong_to_parts_of_a_step(names, part):
     assert profile.classify(*names) == part
 
 
+def test_times_of_parts_add_up_to_the_time_of_all_kernels():
+    from scree_bench.training.profile import IDLE, Kernel, share
+
+    kernels = [
+        Kernel("nvjet_tst_128x256", (), 1.0, 3.0),
+        # The loss waits on the device until the product ends.
+        Kernel("linear_cross_entropy_kernel", (), 1.5, 3.5),
+        Kernel("elementwise", ("aten::mul", "Optimizer.step#AdamW.step"), 4.0, 6.0),
+        Kernel("rms_norm_kernel", (), 5.0, 5.5),
+    ]
+    expected = {"matrix products": 2.0, "loss": 0.5, IDLE: 0.5, "optimizer": 2.0, "norms": 0.0}
+    assert share(reversed(kernels)) == pytest.approx(expected)
+    assert share([]) == {}
+
+
+def test_ranges_and_calls_of_the_runtime_are_no_kernels():
+    from types import SimpleNamespace
+
+    from torch.autograd import DeviceType
+
+    from scree_bench.training.profile import device_kernels
+
+    def operator(name, number, parent=None):
+        return SimpleNamespace(name=name, id=number, cpu_parent=parent, device_type=DeviceType.CPU)
+
+    def on_device(name, link, start, end):
+        values = {
+            "name": name, "linked_correlation_id": link, "start_ns": start,
+            "end_ns": end, "device_type": DeviceType.CUDA,
+        }  # fmt: skip
+        return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
+
+    outer = operator("optimizer", 1)
+    events = [outer, operator("aten::mul", 7, outer), operator("cudaLaunchKernel", 7)]
+    ran = [on_device("optimizer", 1, 1_000, 9_000), on_device("elementwise", 7, 3_000, 4_000)]
+    results = SimpleNamespace(events=lambda: ran, trace_start_ns=lambda: 1_000)
+    profiler = SimpleNamespace(
+        events=lambda: events, profiler=SimpleNamespace(kineto_results=results)
+    )
+    (kernel,) = device_kernels(profiler)
+    assert kernel.name == "elementwise" and kernel.operators == ("aten::mul", "optimizer")
+    assert (kernel.start, kernel.end) == pytest.approx((2e-6, 3e-6))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--size", "huge"), ("--contenders", "scre"), ("--modes", "fast"), ("--precision", "fp8")],
