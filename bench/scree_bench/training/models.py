@@ -203,40 +203,20 @@ def _norm(
 
 
 def plain(
-    p: dict[str, Any], size: Size, ids: Any, positions: Any, attend: Attend, recomputes: bool
+    p: dict[str, Any],
+    size: Size,
+    ids: Any,
+    positions: Any,
+    run_layer: Callable[..., Any],
+    recomputes: bool,
 ) -> Any:
-    """Return the hidden states of tokens of any shape, in PyTorch's own functions."""
+    """Return the hidden states of tokens of any shape, in PyTorch's own functions.
+
+    `run_layer` is `plain_layer` with a size and an attention, or its compiled form.
+    """
     import torch
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
-
-    def norm(x: Any, name: str) -> Any:
-        if size.positions:
-            return F.layer_norm(x, (size.width,), p[name], p[f"{name}.bias"], size.eps)
-        return F.rms_norm(x, (size.width,), p[name], size.eps)
-
-    def product(x: Any, name: str) -> Any:
-        if not size.positions:
-            return x @ p[name]
-        return F.linear(x, p[name].T, p[f"{name}.bias"])
-
-    def rotate(x: Any, cos: Any, sin: Any) -> Any:
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-
-    def layer(i: int, x: Any, *angles: Any) -> Any:
-        qkv = product(norm(x, f"{i}.norm1"), f"{i}.qkv").unflatten(-1, (-1, size.dim))
-        q, k, v = qkv.split([size.heads, size.kv_heads, size.kv_heads], -2)
-        if angles:
-            q, k = rotate(q, *angles), rotate(k, *angles)
-        x = x + product(attend(q, k, v).flatten(-2), f"{i}.out")
-        up = product(norm(x, f"{i}.norm2"), f"{i}.up")
-        if size.positions:
-            up = F.gelu(up, approximate="tanh")
-        else:
-            gate, up = up.chunk(2, -1)
-            up = F.silu(gate) * up
-        return x + product(up, f"{i}.down")
 
     x = F.embedding(ids, p["embedding"])
     angles: tuple[Any, ...] = ()
@@ -248,8 +228,45 @@ def plain(
         angle = positions.float()[..., None, None] * steps.exp()
         angles = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     for i in range(size.layers):
+        arguments = layer_parameters(p, i), x, *angles
         if recomputes:
-            x = checkpoint(layer, i, x, *angles, use_reentrant=False)
+            x = checkpoint(run_layer, *arguments, use_reentrant=False)
         else:
-            x = layer(i, x, *angles)
-    return norm(x, "norm")
+            x = run_layer(*arguments)
+    return _plain_norm(p, size, "norm", x)
+
+
+def plain_layer(size: Size, attend: Attend, p: dict[str, Any], x: Any, *angles: Any) -> Any:
+    """Return the hidden states after a layer with the parameters `p`, from `x` (..., width)."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    def product(x: Any, name: str) -> Any:
+        if not size.positions:
+            return x @ p[name]
+        return F.linear(x, p[name].T, p[f"{name}.bias"])
+
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+    qkv = product(_plain_norm(p, size, "norm1", x), "qkv").unflatten(-1, (-1, size.dim))
+    q, k, v = qkv.split([size.heads, size.kv_heads, size.kv_heads], -2)
+    if angles:
+        q, k = rotate(q, *angles), rotate(k, *angles)
+    x = x + product(attend(q, k, v).flatten(-2), "out")
+    up = product(_plain_norm(p, size, "norm2", x), "up")
+    if size.positions:
+        up = F.gelu(up, approximate="tanh")
+    else:
+        gate, up = up.chunk(2, -1)
+        up = F.silu(gate) * up
+    return x + product(up, "down")
+
+
+def _plain_norm(p: dict[str, Any], size: Size, name: str, x: Any) -> Any:
+    import torch.nn.functional as F  # noqa: N812
+
+    if size.positions:
+        return F.layer_norm(x, (size.width,), p[name], p[f"{name}.bias"], size.eps)
+    return F.rms_norm(x, (size.width,), p[name], size.eps)
