@@ -123,9 +123,9 @@ def loop_over_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enabl
     return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recompute", ["nothing", "activations", "layers"])
 @pytest.mark.parametrize("size", ["tiny", "gpt2-tiny"])
-def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomputes, monkeypatch):
+def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recompute, monkeypatch):
     import torch
 
     from scree_bench.training import heads, models
@@ -134,7 +134,7 @@ def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomput
 
     shape = models.SIZES[size]
     rows = Batches(documents, 192, 0).take()
-    plan = Plan(shape, 192, len(rows) + 3, 64, recomputes)
+    plan = Plan(shape, 192, len(rows) + 3, 64, recompute)
     p = models.parameters(shape, "cpu", torch.float32, 0)
     for x in p.values():
         with torch.no_grad():  # no norm of 1 and no bias of 0

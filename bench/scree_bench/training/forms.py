@@ -36,8 +36,8 @@ class Plan(NamedTuple):
     total: int
     max_rows: int
     context: int
-    #: Whether the backward pass computes the activations of the layers again.
-    recomputes: bool = False
+    #: What the backward pass computes again: one of `models.RECOMPUTE`.
+    recompute: str = "nothing"
     #: Whether a form whose shapes change compiles its layers, once for all layers.
     compiles_layers: bool = False
 
@@ -166,7 +166,7 @@ def ragged_loss(plan: Plan, head: Head) -> Loss:
     """Return the loss on scree; its own linear cross-entropy takes the place of `head`."""
 
     def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any) -> Any:
-        x = models.ragged(p, plan.size, ids, offsets, plan.context, plan.recomputes)
+        x = models.ragged(p, plan.size, ids, offsets, plan.context, plan.recompute)
         return scree.linear_cross_entropy(
             x, p["embedding"], x.with_values(targets), ignore_index=IGNORED
         )
@@ -174,11 +174,21 @@ def ragged_loss(plan: Plan, head: Head) -> Loss:
     return loss
 
 
+def _plain_layer(plan: Plan, attend: Attend) -> Callable[..., Any]:
+    return partial(models.plain_layer, plan.size, attend, plan.recompute == "activations")
+
+
+def _plain(
+    plan: Plan, p: dict[str, Any], ids: Any, positions: Any, run_layer: Callable[..., Any]
+) -> Any:
+    return models.plain(p, plan.size, ids, positions, run_layer, plan.recompute == "layers")
+
+
 def _varlen_loss(make_attend: Callable[[Plan, Any], Attend]) -> Callable[[Plan, Head], Loss]:
     def make_loss(plan: Plan, head: Head) -> Loss:
         def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any, positions: Any) -> Any:
-            run_layer = partial(models.plain_layer, plan.size, make_attend(plan, offsets))
-            x = models.plain(p, plan.size, ids, positions, run_layer, plan.recomputes)
+            run_layer = _plain_layer(plan, make_attend(plan, offsets))
+            x = _plain(plan, p, ids, positions, run_layer)
             return head(x, p["embedding"], targets)
 
         return loss
@@ -257,7 +267,7 @@ def dense_loss(plan: Plan, head: Head) -> Loss:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
         return out.transpose(1, 2)
 
-    layer = partial(models.plain_layer, plan.size, attend)
+    layer = _plain_layer(plan, attend)
     run_layer: Callable[..., Any] = layer
     if plan.compiles_layers:
         compiled = torch.compile(lambda *arguments: layer(*arguments))
@@ -270,7 +280,7 @@ def dense_loss(plan: Plan, head: Head) -> Loss:
 
     def loss(p: dict[str, Any], ids: Any, targets: Any) -> Any:
         positions = torch.arange(ids.shape[1], device=ids.device)
-        x = models.plain(p, plan.size, ids, positions, run_layer, plan.recomputes)
+        x = _plain(plan, p, ids, positions, run_layer)
         return head(x, p["embedding"], targets)
 
     return loss
@@ -296,8 +306,7 @@ def flex_loss(plan: Plan, head: Head) -> Loss:
             out = attention(q, k, v, block_mask=mask, enable_gqa=is_grouped)
             return out[0].transpose(0, 1)
 
-        run_layer = partial(models.plain_layer, plan.size, attend)
-        x = models.plain(p, plan.size, ids, positions, run_layer, plan.recomputes)
+        x = _plain(plan, p, ids, positions, _plain_layer(plan, attend))
         return head(x, p["embedding"], targets)
 
     return loss
