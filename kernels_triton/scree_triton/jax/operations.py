@@ -11,8 +11,8 @@ compiled function serves all offsets of one shape.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from scree.dispatch.operation import OPERATIONS
 from scree.layout import Layout
 
 from .. import KERNELS
+from ..runtime.calls import attributes_of, make_call
 from ..runtime.recording import RecordedLaunch, Recording, record
 from .devices import capability, rejects_arrays, rejects_partitioning
 from .primitive import define_primitive
@@ -102,20 +103,9 @@ class Signature(NamedTuple):
     """Shape and dtype of each array."""
 
 
-@cache
-def _attributes(record_type: type) -> dict[str, bool]:
-    """Return the names of the attributes of a call record, and whether each is an argument.
-
-    The others are derived from the arguments.
-    """
-    arguments = {field.name for field in fields(record_type) if field.init}
-    slots = (x for base in record_type.__mro__ for x in getattr(base, "__slots__", ()))
-    return {x: x in arguments for x in slots}
-
-
 def _is_of_jax(call: Any) -> bool:
     """Return whether the arrays of a call, which are of one library, are arrays of JAX."""
-    for name in _attributes(type(call)):
+    for name in attributes_of(type(call)):
         x = getattr(call, name)
         if isinstance(x, Array | Layout):
             return isinstance(x.offsets, jax.Array)
@@ -154,7 +144,7 @@ def _separate(operation: str, call: Any) -> tuple[Signature, list[Any], dict[int
             return np.dtype(x)
         return x
 
-    separated = tuple(separate(getattr(call, x), arg) for x, arg in _attributes(type(call)).items())
+    separated = tuple(separate(getattr(call, x), arg) for x, arg in attributes_of(type(call)).items())
     types = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in arrays)
     return Signature(operation, separated, types), arrays, layouts
 
@@ -182,10 +172,7 @@ def _join(signature: Signature, arrays: Sequence[Any]) -> Any:
 
     # The call was validated already, with other arrays.
     record_type = OPERATIONS[signature.operation].record
-    call = object.__new__(record_type)
-    for name, x in zip(_attributes(record_type), signature.attributes, strict=True):
-        object.__setattr__(call, name, join(x))
-    return call
+    return make_call(record_type, map(join, signature.attributes))
 
 
 def _results_of(result: Any) -> tuple[Any, ...]:
