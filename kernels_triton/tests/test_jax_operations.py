@@ -16,6 +16,7 @@ import torch
 
 import scree
 import scree_triton.jax
+from scree_triton.jax import linear_cross_entropy
 from scree_triton.runtime.device import Device, describe_meta
 from scree_triton.runtime.launch import INTERPRETED
 
@@ -229,6 +230,50 @@ def compare(actual, expected, tolerance):
     np.testing.assert_array_equal(actual[~finite], expected[~finite])
     scale = np.abs(expected[finite]).max()
     np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_linear_cross_entropy_matches_a_loop_over_tokens(reduction, parts, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "MIN_TOKENS", 8)
+    monkeypatch.setattr(linear_cross_entropy, "MAX_PARTS", parts)
+    case = CASES["linear_cross_entropy"]
+    arrays, total = arrays_of(case), sum(case.lengths)
+    arrays[0][total:] = np.nan
+    x, w = (torch.tensor(a, requires_grad=True) for a in arrays)
+    labels = np.random.default_rng(2).integers(0, 24, total + TAIL)
+    labels[5:9] = -100
+    target = torch.tensor(labels[:total])
+    loss = torch.nn.functional.cross_entropy(x[:total] @ w.T, target, reduction=reduction)
+    grads = torch.autograd.grad(2 * loss, (x, w))
+
+    @jax.jit
+    def run(offsets, targets, *inputs):
+        def twice(x, w):
+            rows = scree.Array(x, offsets, max_length=max(case.lengths))
+            options = dict(reduction=reduction, kernel="triton_jax")
+            return 2 * scree.linear_cross_entropy(rows, w, rows.with_values(targets), **options)
+
+        return twice(*inputs), jax.grad(twice, (0, 1))(*inputs)
+
+    inputs = [jnp.asarray(a, jnp.float32) for a in arrays]
+    arguments = offsets_of(case.lengths), jnp.asarray(labels, jnp.int32), *inputs
+    assert "scree_kernels_gradient" in str(run.trace(*arguments).jaxpr)
+    value, (dx, dw) = run(*arguments)
+    compare(value, np.asarray(2 * loss.item()), 2e-6)
+    compare(dx, grads[0].numpy(), 2e-5)
+    compare(dw, grads[1].numpy(), 2e-5)
+
+
+def test_linear_cross_entropy_of_no_token_has_no_gradient():
+    x, w = jnp.ones((3, 4)), jnp.ones((5, 4))
+
+    def loss(x, w):
+        targets = jnp.full(3, -100, jnp.int32)
+        return scree.linear_cross_entropy(x, w, targets, kernel="triton_jax")
+
+    assert np.isnan(loss(x, w))
+    assert all((np.asarray(g) == 0).all() for g in jax.grad(loss, (0, 1))(x, w))
 
 
 def cache_problem(q_lengths, kv_lengths, page_size=4):

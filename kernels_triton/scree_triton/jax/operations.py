@@ -144,7 +144,9 @@ def _separate(operation: str, call: Any) -> tuple[Signature, list[Any], dict[int
             return np.dtype(x)
         return x
 
-    separated = tuple(separate(getattr(call, x), arg) for x, arg in attributes_of(type(call)).items())
+    separated = tuple(
+        separate(getattr(call, x), arg) for x, arg in attributes_of(type(call)).items()
+    )
     types = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in arrays)
     return Signature(operation, separated, types), arrays, layouts
 
