@@ -3,9 +3,11 @@
 Without a GPU the recorded launches run in Triton's interpreter.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import interpreted_calls
 import jax
@@ -16,7 +18,7 @@ import torch
 
 import scree
 import scree_triton.jax
-from scree_triton.jax import linear_cross_entropy
+from scree_triton.jax import linear_cross_entropy, operations, primitive
 from scree_triton.runtime.device import Device, describe_meta
 from scree_triton.runtime.launch import INTERPRETED
 
@@ -35,6 +37,8 @@ def kernels_for_jax(monkeypatch, isolated_registry):
     else:
         scree.namespace(jnp.zeros(1))
         scree_triton.jax.register()
+    monkeypatch.setattr(operations, "UNAVAILABLE", {})
+    monkeypatch.setattr(primitive, "UNAVAILABLE", operations.UNAVAILABLE)
     # Products of XLA, which GPUs round to TF32 by default.
     with jax.default_matmul_precision("highest"):
         yield
@@ -346,6 +350,21 @@ def test_append_paged_writes_tokens_and_keeps_its_arguments():
         for token, (row, position) in enumerate([(0, 7), (0, 8), (1, 40)]):
             expected[table[row, position // 4], position % 4] = tokens[token]
         compare(out, expected.astype(np.float64), 2e-6)
+
+
+def test_error_of_a_recording_selects_the_standard_path_once(monkeypatch):
+    recordings = Mock(side_effect=RuntimeError("no such tile"))
+    monkeypatch.setattr(operations, "record", recordings)
+    rows = scree.Array(jnp.ones((9, 5)), offsets_of([4, 5]), max_length=5)
+    with pytest.warns(RuntimeWarning, match="softmax: .* cannot run .* no such tile"):
+        first = scree.softmax(rows).values
+    count = recordings.call_count
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(scree.softmax(rows).values, first)
+    assert recordings.call_count == count
+    compare(first, np.repeat([0.25, 0.2], [4, 5])[:, None].repeat(5, 1), 1e-6)
+    assert "no such tile" in scree.explain("softmax", rows).rejected["triton_jax"]
 
 
 def test_arrays_of_torch_are_rejected_with_a_sentence():
