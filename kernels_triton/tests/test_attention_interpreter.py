@@ -33,6 +33,7 @@ from scree_triton.attention import (
     sm90_configs,
     tile_scheduler,
 )
+from scree_triton.attention.base_config import raise_head_count
 from scree_triton.attention.dkdv_splits import choose_splits, estimate_work
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import get_launch_config
@@ -277,7 +278,8 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         (1, 16, 1, 40, 2048, (True, False)),
         (316, 16, 1, 40, 2048, (True, False)),
         (317, 16, 1, 40, 2048, (False, False)),
-        (2000, 16, 1, 40, 40, (False, False)),
+        (2000, 16, 1, 40, 192, (True, False)),
+        (2000, 16, 1, 40, 193, (False, False)),
         (50, 16, 2, 40, 40, (True, True)),
         (50, 16, 2, 40, UNBOUNDED, (False, False)),
         (50, 16, 2, 41, 41, (True, False)),
@@ -286,7 +288,7 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         (16, 72, 2, 40, 40, (True, False)),
         (7, 248, 2, 40, 40, (True, True)),
         (6, 248, 2, 40, 40, (True, False)),
-        (2000, 16, 2, 40, 40, (False, True)),
+        (2000, 16, 2, 40, 193, (False, True)),
     ):
         cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
         layout = VarlenLayout(cu, cu, None, max_seqlen)
@@ -435,6 +437,43 @@ def test_choose_splits_second_estimate_bounds_partial_sums_by_the_queries():
         splits[total_k] = choose_splits(8, 2, 80_000, total_k, 256, works, 132)
     assert splits[80_000] == 8
     assert splits[160_000] == 4
+
+
+def _simulate_heads(tiles, heads, count):
+    """Return the end of the last of 132 CTAs relative to the mean, for so many heads at a time."""
+    ends = [0.0] * 132
+    for _ in range(heads // count):
+        for keys in sorted(tiles, reverse=True):
+            for _ in range(count):
+                heapq.heapreplace(ends, ends[0] + keys)
+    return max(ends) * 132 / (sum(tiles) * heads)
+
+
+@pytest.mark.parametrize(
+    "pairs, heads", [([(3049, 1345), (1493, 3197)], 25), ([(3000, 3000)], 40), ([(9000, 500)], 13)]
+)
+def test_raise_head_count_ends_within_an_eighth_of_the_mean(pairs, heads):
+    total_q, total_k = (sum(x) for x in zip(*pairs, strict=True))
+    longest, spec = max(map(max, pairs)), AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    works = [
+        estimate_work(len(pairs), longest, total_k, total_q, 128, spec, x) for x in (True, False)
+    ]
+    count = raise_head_count(heads, 1, works, 132, longest * 256)
+    assert heads % count == 0
+    tiles = [k + 128 for q, k in pairs for _ in range(0, q, 128)]
+    assert _simulate_heads(tiles, heads, count) <= 1.125
+
+
+def test_raise_head_count_many_rows_returns_count():
+    spec = AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
+    works = [estimate_work(64, 2048, 64 * 2048, 64 * 2048, 128, spec)]
+    assert raise_head_count(16, 4, works, 132, 2048 * 256) == 4
+
+
+def test_raise_head_count_heads_beyond_the_l2_cache_returns_count():
+    spec = AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
+    works = [estimate_work(1, 9000, 9000, 9000, 128, spec)]
+    assert raise_head_count(47, 1, works, 132, 9000 * 256) == 1
 
 
 def test_choose_splits_one_query_head_per_key_head_returns_one():

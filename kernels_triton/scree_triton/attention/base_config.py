@@ -1,13 +1,14 @@
 """The base class of launch configs: the allocations of a call."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..runtime.launch import contiguous, empty, on_device
+from .dkdv_splits import KeyTileWork
 from .metadata import ALL_ROWS, AttentionSpec, HeadLayout, VarlenLayout, as_arguments
 from .tile_configs import FEW_QUERIES
 from .tile_scheduler import max_tiles
@@ -25,6 +26,37 @@ def count_heads_in_l2(heads: int, limit: int) -> int:
     The L2 cache holds the keys of few heads.
     """
     return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= limit)
+
+
+def raise_head_count(
+    heads: int, count: int, works: Sequence[KeyTileWork], ctas: int, numbers: int
+) -> int:
+    """Return how many heads run concurrently: `count`, or more where the last heads would end late.
+
+    Heads run in groups, one after another. A group ends late if its work per CTA is less than its
+    longest tile.
+
+    Parameters
+    ----------
+    heads
+        Number of heads; the result divides it.
+    count
+        The number of heads by the L2 cache alone.
+    works
+        Estimates of the work of one head.
+    ctas
+        Number of CTAs that run at once.
+    numbers
+        Numbers in the keys and values of the longest row of a head. If all heads of a larger group
+        do not fit into the L2 cache, the group stays smaller.
+    """
+    needed = max(work.longest * ctas / work.total for work in works)
+    larger = [
+        g for g in range(count + 1, heads + 1) if heads % g == 0 and g * numbers <= _L2_NUMBERS
+    ]
+    if count >= needed or not larger:
+        return count
+    return next((g for g in larger if g >= needed), larger[-1])
 
 
 class LaunchConfig:
@@ -125,7 +157,7 @@ class LaunchConfig:
         out_shape = contiguous((total_q, self.heads, self.v.head_dim))
         new_out = partial(self.empty, *out_shape, self.dtype)
         new_lse = partial(self.empty, *contiguous((self.heads, total_q)), torch.float32)
-        launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
+        launch = self._forward(layout, total_q, total_k, spec) if total_q > 0 else lambda *_: None
         next_counter = self.next_counter
 
         def run(q, k, v, slopes, *seed):

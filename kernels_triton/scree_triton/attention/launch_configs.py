@@ -33,6 +33,7 @@ from .tile_configs import (
     MANY_ROWS,
     MERGED_MEAN_SEQLEN,
     SHORT_SEQLEN,
+    SHORTEST_SEQLEN,
     Sm90Tiles,
     Tiles,
     count_rows,
@@ -148,9 +149,9 @@ def _head_layouts(*arrays: torch.Tensor) -> tuple[HeadLayout, ...]:
 
 
 def _is_small_batch(layout: VarlenLayout, queries: int) -> bool:
-    """Return whether the time of the last tile matters; `queries` is the sum over heads."""
+    """Return whether small tiles are faster; `queries` is the sum over heads."""
     if layout.max_seqlen <= SHORT_SEQLEN:
-        return queries <= FEW_QUERIES
+        return queries <= FEW_QUERIES or layout.max_seqlen <= SHORTEST_SEQLEN
     return FEWEST_MIN_SEQLEN <= layout.max_seqlen < UNBOUNDED and queries <= FEWEST_QUERIES
 
 

@@ -76,6 +76,9 @@ SM90_TILES = {
 #: at most FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last
 #: tile matters, and some kernels take smaller tiles.
 SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
+#: If no row is known to have more tokens than this, a batch of any size takes these tiles. Larger tiles
+#: would be empty in part.
+SHORTEST_SEQLEN = 192
 #: Tiles of a table above -> tiles for a few short rows.
 SM90_SMALL_BATCH_TILES = {
     SM90_TILES[2, 32]: SM90_TILES[2, 32]._replace(dkdv=Sm90Tile(64, 128, 6, 2)),
@@ -85,6 +88,11 @@ SM90_SMALL_BATCH_TILES = {
     ),
     SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
     SM90_TILES[2, 160]: SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 3, 1)),
+    SM90_TILES[2, 192]: SM90_TILES[2, 192]._replace(
+        forward=Sm90Tile(64, 32, 3, 1, 2),
+        dq=Sm90Tile(64, 64, 1, 1, 2),
+        dkdv=Sm90Tile(32, 64, 2, 1, 2),
+    ),
 }
 #: A batch whose longest row has at least FEWEST_MIN_SEQLEN tokens takes these tiles too, if its queries
 #: summed over heads are at most FEWEST_QUERIES. That is 96 per SM of an H100. Larger tiles would leave
@@ -96,6 +104,11 @@ FEWEST_MIN_SEQLEN, FEWEST_QUERIES = 2048, 96 * 132
 LONG_SEQLEN = 4096
 #: Tiles of a table above -> tiles for long rows.
 SM90_LONG_ROW_TILES = {
+    SM90_TILES[2, 32]: Sm90Tiles(
+        forward=Sm90Tile(192, 128, 4, 2, 1),
+        dq=Sm90Tile(192, 64, 6, 2, 1, True),
+        dkdv=Sm90Tile(64, 192, 6, 2, 1, True),
+    ),
     SM90_TILES[2, 64]: SM90_TILES[2, 64]._replace(
         forward=Sm90Tile(192, 128, 3, 2, 1), dq=Sm90Tile(192, 64, 6, 2, 1, True)
     ),
