@@ -31,6 +31,7 @@ from scree_triton.attention import (
     launch_configs,
     portable_config,
     sm90_configs,
+    tile_configs,
     tile_scheduler,
 )
 from scree_triton.attention.base_config import raise_head_count
@@ -171,9 +172,8 @@ CAUSAL = dict(
     tma_aligned=True,
     same_offsets=True,
     tf32=False,
-    small_batch=False,
+    batch_kind="usual",
     many_short_rows=False,
-    long_rows=False,
 )
 
 
@@ -184,7 +184,10 @@ CAUSAL = dict(
             (torch.float16, (dim, dim), {}, "Sm90Config")
             for dim in (24, 32, 64, 80, 96, 128, 136, 192, 256)
         ),
-        *((torch.float16, (dim, dim), dict(long_rows=True), "Sm90Config") for dim in (64, 128)),
+        *(
+            (torch.float16, (dim, dim), dict(batch_kind="long rows"), "Sm90Config")
+            for dim in (64, 128)
+        ),
         *(
             (torch.bfloat16, dims, {}, "Sm90Config")
             for dims in ((192, 128), (128, 192), (64, 128), (40, 24), (256, 64))
@@ -265,30 +268,30 @@ def test_arguments_match_kernel_parameters(name):
 
 
 def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
-    """Few rows with a known short bound are a small batch; many short rows share tiles."""
+    """A known bound on the longest row selects tiles; many short rows share tiles."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-3:-1])
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2:])
     monkeypatch.setattr(launch_configs, "MERGED_MEAN_SEQLEN", 20)
     monkeypatch.setattr(launch_configs, "MANY_ROWS", 100)
     spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
     for heads, head_dim, rows, tokens, max_seqlen, expected in (
-        (1, 16, 1, 40, 40, (True, False)),
-        (1, 16, 1, 40, UNBOUNDED, (False, False)),
-        (1, 16, 1, 40, 2047, (False, False)),
-        (1, 16, 1, 40, 2048, (True, False)),
-        (316, 16, 1, 40, 2048, (True, False)),
-        (317, 16, 1, 40, 2048, (False, False)),
-        (2000, 16, 1, 40, 192, (True, False)),
-        (2000, 16, 1, 40, 193, (False, False)),
-        (50, 16, 2, 40, 40, (True, True)),
-        (50, 16, 2, 40, UNBOUNDED, (False, False)),
-        (50, 16, 2, 41, 41, (True, False)),
-        (49, 64, 2, 40, 40, (True, False)),
-        (17, 72, 2, 40, 40, (True, True)),
-        (16, 72, 2, 40, 40, (True, False)),
-        (7, 248, 2, 40, 40, (True, True)),
-        (6, 248, 2, 40, 40, (True, False)),
-        (2000, 16, 2, 40, 193, (False, True)),
+        (1, 16, 1, 40, 40, ("few tiles", False)),
+        (1, 16, 1, 40, UNBOUNDED, ("usual", False)),
+        (1, 16, 1, 40, 1601, ("usual", False)),
+        (1, 16, 1, 40, 1602, ("few tiles", False)),
+        (1013, 16, 1, 40, 1602, ("few tiles", False)),
+        (1014, 16, 1, 40, 1602, ("usual", False)),
+        (2000, 16, 1, 40, 192, ("short rows", False)),
+        (2000, 16, 1, 40, 193, ("usual", False)),
+        (50, 16, 2, 40, 40, ("few tiles", True)),
+        (50, 16, 2, 40, UNBOUNDED, ("usual", False)),
+        (50, 16, 2, 41, 41, ("few tiles", False)),
+        (49, 64, 2, 40, 40, ("few tiles", False)),
+        (17, 72, 2, 40, 40, ("few tiles", True)),
+        (16, 72, 2, 40, 40, ("few tiles", False)),
+        (7, 248, 2, 40, 40, ("few tiles", True)),
+        (6, 248, 2, 40, 40, ("few tiles", False)),
+        (2000, 16, 2, 40, 193, ("usual", True)),
     ):
         cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
         layout = VarlenLayout(cu, cu, None, max_seqlen)
@@ -322,12 +325,31 @@ def test_get_launch_config_long_rows_selects_their_tiles(
 ):
     """The row of a mean pair of query and key must be known to have 4096 tokens."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-1])
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2])
     cu = offsets(lengths, DEVICE)
-    values = [torch.empty((sum(lengths), 1, 16), device=DEVICE)] * 3
+    values = [torch.empty((sum(lengths), 16, 16), device=DEVICE)] * 3
     spec = AttentionSpec(window_left, 0, 0.25, 0.0)
     layout = VarlenLayout(cu, cu, None, max_seqlen)
-    assert get_launch_config(*values, layout, spec, False) is expected
+    expected_kind = "long rows" if expected else "usual"
+    assert get_launch_config(*values, layout, spec, False) == expected_kind
+
+
+def test_get_launch_config_one_long_row_of_queries_and_another_of_keys_has_few_tiles(monkeypatch):
+    """Two rows have nearly all of the work; with the same rows the work is balanced."""
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2])
+    spec, kinds = AttentionSpec(UNBOUNDED, UNBOUNDED, 0.25, 0.0), []
+    cu_q, cu_k = offsets((8000, 100, 100), DEVICE), offsets((100, 9000, 100), DEVICE)
+    for cu in (cu_k, cu_q):
+        q, k = (torch.empty((int(x[-1]), 12, 16), device=DEVICE) for x in (cu_q, cu))
+        kinds.append(get_launch_config(q, k, k, VarlenLayout(cu_q, cu, None, 9000), spec, False))
+    assert kinds == ["few tiles", "long rows"]
+
+
+def test_count_short_rows_estimates_from_the_longest_row():
+    assert tile_configs.count_short_rows(100, 3000, 39) == 100
+    assert tile_configs.count_short_rows(37, 2994, 160) == pytest.approx(37 - (2994 - 1184) / 128)
+    assert tile_configs.count_short_rows(1500, 117_000, 900) > 1400
 
 
 def _count_pairs(lengths, causal):
@@ -471,9 +493,15 @@ def test_raise_head_count_many_rows_returns_count():
 
 
 def test_raise_head_count_heads_beyond_the_l2_cache_returns_count():
-    spec = AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
     works = [estimate_work(1, 9000, 9000, 9000, 128, spec)]
     assert raise_head_count(47, 1, works, 132, 9000 * 256) == 1
+
+
+def test_raise_head_count_one_tile_with_most_work_runs_all_heads_beyond_the_l2_cache():
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    works = [estimate_work(68, 100_000, 110_000, 110_000, 192, spec, aligned=False)]
+    assert raise_head_count(12, 4, works, 132, 100_000 * 256 // 4) == 12
 
 
 def test_choose_splits_one_query_head_per_key_head_returns_one():

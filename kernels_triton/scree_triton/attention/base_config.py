@@ -47,16 +47,17 @@ def raise_head_count(
     ctas
         Number of CTAs that run at once.
     numbers
-        Numbers in the keys and values of the longest row of a head. If all heads of a larger group
-        do not fit into the L2 cache, the group stays smaller.
+        Numbers in the keys and values of the longest row, per head. If all heads of a larger group do
+        not fit into the L2 cache, the group stays smaller, unless it would end at twice the mean.
     """
     needed = max(work.longest * ctas / work.total for work in works)
-    larger = [
-        g for g in range(count + 1, heads + 1) if heads % g == 0 and g * numbers <= _L2_NUMBERS
-    ]
-    if count >= needed or not larger:
-        return count
-    return next((g for g in larger if g >= needed), larger[-1])
+    for larger in range(count + 1, heads + 1):
+        if heads % larger == 0:
+            fits = larger * numbers <= _L2_NUMBERS
+            if count >= needed or not (fits or 2 * count <= needed):
+                break
+            count = larger
+    return count
 
 
 class LaunchConfig:

@@ -45,7 +45,7 @@ from .metadata import (
     are_strides_tma_addressable,
     to_base2,
 )
-from .tile_configs import SM90_TILES, Sm90Tile, head_parts, sm90_tiles
+from .tile_configs import SM90_TILES, BatchKind, Sm90Tile, head_parts, sm90_tiles
 from .tile_scheduler import UNBOUNDED
 
 #: Elements per CTA of the kernel that sums over splits.
@@ -78,8 +78,7 @@ class Sm90Config(LaunchConfig):
         softcap: bool,
         alibi: bool,
         same_offsets: bool,
-        small_batch: bool,
-        long_rows: bool,
+        batch_kind: BatchKind,
         rows: Rows = ALL_ROWS,
     ):
         from ..sm90 import pipeline
@@ -95,9 +94,7 @@ class Sm90Config(LaunchConfig):
         self.next_counter = pipeline.tile_counters(device)
         self.slopes = "slopes" if alibi else "q"  # a pointer that the kernels do not read
         self.rows = rows
-        self.tiles = sm90_tiles(
-            2, self.q.head_dim, self.v.head_dim, small_batch, long_rows, rows.merged
-        )
+        self.tiles = sm90_tiles(2, self.q.head_dim, self.v.head_dim, batch_kind, rows.merged)
         self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
@@ -242,6 +239,8 @@ class Sm90Config(LaunchConfig):
             for x in ((True,) if same_offsets else (True, False))
         ]
         numbers = min(max_seqlen, other_total) * (self.q.head_dim + self.v.head_dim)
+        if not by_keys:
+            numbers = numbers * self.k_heads // self.heads
         return raise_head_count(heads, count, works, tile.ctas_per_sm * self.max_ctas, numbers)
 
     def _sum_splits_launch(self, splits_per_khead: int) -> Launch:
