@@ -334,16 +334,30 @@ def test_get_launch_config_long_rows_selects_their_tiles(
     assert get_launch_config(*values, layout, spec, False) == expected_kind
 
 
-def test_get_launch_config_one_long_row_of_queries_and_another_of_keys_has_few_tiles(monkeypatch):
-    """Two rows have nearly all of the work; with the same rows the work is balanced."""
+@pytest.mark.parametrize(
+    "lengths, heads, window, expected",
+    [
+        ((1773,), 18, (UNBOUNDED, 0), "few tiles"),
+        ((1773,), 18, (UNBOUNDED, UNBOUNDED), "usual"),
+        ((1773,), 32, (UNBOUNDED, 0), "usual"),
+        ((8192,), 4, (UNBOUNDED, 0), "few tiles"),
+        ((8192,), 5, (UNBOUNDED, 0), "long rows"),
+        ((2645, *(8,) * 47), 10, (UNBOUNDED, 0), "few tiles"),
+        ((2645, *(800,) * 47), 8, (UNBOUNDED, 0), "usual"),
+        ((30129,), 12, (57, 0), "usual"),
+        ((2300,), 4, (57, 0), "few tiles"),
+    ],
+)
+def test_get_launch_config_few_tiles_depends_on_the_longest_tile(
+    lengths, heads, window, expected, monkeypatch
+):
+    """A tile of the longest row takes longer than the work per SM."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
     monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2])
-    spec, kinds = AttentionSpec(UNBOUNDED, UNBOUNDED, 0.25, 0.0), []
-    cu_q, cu_k = offsets((8000, 100, 100), DEVICE), offsets((100, 9000, 100), DEVICE)
-    for cu in (cu_k, cu_q):
-        q, k = (torch.empty((int(x[-1]), 12, 16), device=DEVICE) for x in (cu_q, cu))
-        kinds.append(get_launch_config(q, k, k, VarlenLayout(cu_q, cu, None, 9000), spec, False))
-    assert kinds == ["few tiles", "long rows"]
+    cu = offsets(lengths, DEVICE)
+    values = [torch.empty((sum(lengths), 1, 16), device=DEVICE).expand(-1, heads, -1)] * 3
+    layout, spec = VarlenLayout(cu, cu, None, max(lengths)), AttentionSpec(*window, 0.25, 0.0)
+    assert get_launch_config(*values, layout, spec, False) == expected
 
 
 def test_count_short_rows_estimates_from_the_longest_row():

@@ -174,17 +174,11 @@ def _has_long_tiles(
 ) -> bool:
     """Return whether one large tile takes longer than the work per SM of small tiles.
 
-    One row has the largest length, and the others are equal. Where queries and keys have different
-    rows, the row with the most queries is not the row with the most keys.
+    One row has the largest length, of queries and of keys, and the others are equal.
     """
     longest_q, longest_k = min(layout.max_seqlen, total_q), min(layout.max_seqlen, total_k)
-    num_others = max(layout.cu_seqlens_q.shape[0] - 2, 1)
-    other_q, other_k = (total_q - longest_q) / num_others, (total_k - longest_k) / num_others
-    is_aligned = layout.cu_seqlens_q is layout.cu_seqlens_k or spec.window_right < UNBOUNDED
-    if is_aligned:
-        pairs = longest_q * longest_k + num_others * other_q * other_k
-    else:
-        pairs = longest_q * other_k + other_q * longest_k + (num_others - 1) * other_q * other_k
+    others = (total_q - longest_q) * (total_k - longest_k)
+    pairs = longest_q * longest_k + others / max(layout.cu_seqlens_q.shape[0] - 2, 1)
     if min(spec.window_left, spec.window_right) < UNBOUNDED:
         # A causal mask leaves about half of the pairs.
         reach = max(spec.window_left, 0) + max(spec.window_right, 0) + 1
