@@ -34,7 +34,7 @@ from scree_triton.attention import (
     tile_configs,
     tile_scheduler,
 )
-from scree_triton.attention.base_config import raise_head_count
+from scree_triton.attention.base_config import count_heads_in_l2, raise_head_count
 from scree_triton.attention.dkdv_splits import choose_splits, estimate_work
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import get_launch_config
@@ -473,6 +473,14 @@ def test_choose_splits_second_estimate_bounds_partial_sums_by_the_queries():
         splits[total_k] = choose_splits(8, 2, 80_000, total_k, 256, works, 132)
     assert splits[80_000] == 8
     assert splits[160_000] == 4
+
+
+@pytest.mark.parametrize(
+    "heads, limit, group, expected",
+    [(16, 4, 1, 4), (14, 4, 1, 2), (14, 4, 7, 7), (32, 8, 4, 8), (12, 4, 3, 3), (16, 4, 16, 16)],
+)
+def test_count_heads_in_l2_keeps_heads_of_a_key_head_together(heads, limit, group, expected):
+    assert count_heads_in_l2(heads, limit, group) == expected
 
 
 def _simulate_heads(tiles, heads, count):

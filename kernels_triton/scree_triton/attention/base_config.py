@@ -20,12 +20,15 @@ FORWARD_PARAMETERS = "q, k, v, slopes, out, lse, count, seed=None"
 BACKWARD_PARAMETERS = "q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, seed=None"
 
 
-def count_heads_in_l2(heads: int, limit: int) -> int:
-    """Return how many heads run concurrently: the largest divisor of `heads` up to `limit`.
+def count_heads_in_l2(heads: int, limit: int, group: int = 1) -> int:
+    """Return how many heads run concurrently, because the L2 cache holds the keys of few heads.
 
-    The L2 cache holds the keys of few heads.
+    It is the largest divisor of `heads` up to `limit` that is a multiple of `group`, or `group`: so many
+    adjacent heads read the same keys.
     """
-    return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= limit)
+    return max(
+        g for g in range(group, heads + 1, group) if heads % g == 0 and (g <= limit or g == group)
+    )
 
 
 def raise_head_count(
@@ -115,11 +118,12 @@ class LaunchConfig:
         return total_q * self.heads <= FEW_QUERIES
 
     def _head_counts(
-        self, heads: int, tokens: int, few_queries: bool = False
+        self, heads: int, tokens: int, few_queries: bool = False, group: int = 1
     ) -> tuple[int, int, int]:
         """Return the query heads, the query heads per key head, and the heads that share the L2.
 
-        The last number is for `heads` heads that read `tokens` tokens each.
+        The last number is for `heads` heads that read `tokens` tokens each. Adjacent `group` heads read
+        the same tokens.
         """
         fitting = _L2_NUMBERS // max(tokens * (self.q.head_dim + self.v.head_dim), 1)
         is_narrow = max(self.q.head_dim, self.v.head_dim) < 128
@@ -127,7 +131,7 @@ class LaunchConfig:
         return (
             self.heads,
             self.heads // self.k_heads,
-            count_heads_in_l2(heads, max(min(fitting, limit), 4)),
+            count_heads_in_l2(heads, max(min(fitting * group, limit), 4), group),
         )
 
     def _reads_in_place(self, dout: torch.Tensor) -> bool:

@@ -100,7 +100,10 @@ class Sm90Config(LaunchConfig):
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
         values = dict(HEAD_DIM_V=self.v.head_dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        self.forward_heads_in_l2 = count_heads_in_l2(self.heads, 4 if width >= 128 else 8)
+        self.group = self.heads // self.k_heads
+        self.forward_heads_in_l2 = count_heads_in_l2(
+            self.heads, 4 if width >= 128 else 8, self.group
+        )
         m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
         # Whether the kernel writes the output through the descriptor, instead of the pointer.
         self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
@@ -196,7 +199,7 @@ class Sm90Config(LaunchConfig):
         if self.rows != ALL_ROWS:
             return 1
         num_rows = layout.cu_seqlens_q.shape[0] - 1
-        group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
+        dims = self.q.head_dim + self.v.head_dim
         block_n = self.tiles.dkdv.block_n
         # The longest row of queries need not attend to the longest row of keys. In causal rows,
         # queries before the first key attend to nothing, so a tile of few keys has few queries.
@@ -205,7 +208,7 @@ class Sm90Config(LaunchConfig):
             estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec, aligned)
             for aligned in ((True,) if is_aligned else (True, False))
         ]
-        return choose_splits(group, self.k_heads, total_q, total_k, dims, works, self.max_ctas)
+        return choose_splits(self.group, self.k_heads, total_q, total_k, dims, works, self.max_ctas)
 
     def _raise_head_count(
         self,
@@ -280,9 +283,7 @@ class Sm90Config(LaunchConfig):
             heads_in_l2 = self._raise_head_count(
                 self.heads, self.forward_heads_in_l2, layout, tile, total_q, total_k, spec
             )
-        numbers = ForwardNumbers(
-            total_q, self.heads, self.heads // self.k_heads, heads_in_l2, *to_base2(spec)
-        )
+        numbers = ForwardNumbers(total_q, self.heads, self.group, heads_in_l2, *to_base2(spec))
         # The kernel writes the output through the descriptor or through the pointer. The other argument
         # gets q, which TMA can address: a recorded launch must not pass memory that it writes twice.
         described, written = ("out", "q") if self.stores_by_tma else ("q", "out")
@@ -363,7 +364,7 @@ class Sm90Config(LaunchConfig):
             dq_strides = DqStrides(
                 *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
             )
-            *head_counts, count = self._head_counts(heads, total_k, few_queries)
+            *head_counts, count = self._head_counts(heads, total_k, few_queries, self.group)
             dq_numbers = DqNumbers(
                 stride_dlsem,
                 stride_dlseh,
