@@ -313,6 +313,26 @@ def test_parts_of_the_reference_cost_the_least(monkeypatch):
     assert sum(part.targets for part in parts) == sum(len(row) - 1 for row in rows)
 
 
+@pytest.mark.needs("jax", "optax")
+def test_jax_makes_the_same_steps_and_compiles_once(documents):
+    from scree_bench.training import jax_loop, loop, models
+    from scree_bench.training.forms import Plan
+
+    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 192, 24, 64)
+    settings = loop.Settings(plan, "cpu", "fp32", accumulate=1, steps=6, warm_up=2, rate=3e-3)
+    losses = []
+    for make, form in ((loop.Training, "scree"), (jax_loop.JaxTraining, "scree JAX")):
+        training = make(settings, documents, form, False, "chunked")
+        start = training.now()
+        steps = [training.run() for _ in range(6)]
+        training.wait()
+        assert training.seconds(start, steps[-1].end) > 0
+        losses.append([float(step.loss) for step in steps])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][-1] < losses[0][0]
+    assert training._run._cache_size() == 1
+
+
 @pytest.mark.parametrize("form", ["scree", "padded sorted"])
 def test_compiled_form_does_not_compile_for_each_batch(documents, form, monkeypatch):
     import torch

@@ -62,6 +62,8 @@ class Form(NamedTuple):
     #: Modules that must be importable, and whether it runs on CUDA devices only.
     modules: tuple[str, ...] = ()
     needs_cuda: bool = False
+    #: Whether it runs on JAX, always compiled. Then `make_loss` is unused: see `jax_loop`.
+    on_jax: bool = False
 
 
 # --- arrays ---
@@ -317,6 +319,7 @@ def flex_loss(plan: Plan, head: Head) -> Loss:
 #: Name -> form, scree first. The reference of the loss curves is "padded sorted".
 FORMS: dict[str, Form] = {
     "scree": Form(packed, ragged_loss),
+    "scree JAX": Form(packed, ragged_loss, modules=("jax", "optax"), on_jax=True),
     "padded": Form(padded, dense_loss, changes_shape=True),
     "padded sorted": Form(padded_sorted, dense_loss, changes_shape=True),
     "windows": Form(windows, dense_loss),
@@ -339,9 +342,18 @@ FORMS: dict[str, Form] = {
 REFERENCE = "padded sorted"
 
 
-def unavailable(form: Form, device: str) -> str | None:
+def unavailable(form: Form, size: Size, device: str) -> str | None:
     """Return the reason why a form cannot run, or None."""
     if form.needs_cuda and device != "cuda":
         return "runs on CUDA devices only"
+    if form.on_jax and size.positions:
+        return "is a Llama only"
     absent = [module for module in form.modules if not importable(module)]
-    return f"{' and '.join(absent)} cannot be imported" if absent else None
+    if absent:
+        return f"{' and '.join(absent)} cannot be imported"
+    if form.on_jax:
+        import jax
+
+        if jax.default_backend() != {"cuda": "gpu"}.get(device, device):
+            return f"JAX runs on {jax.default_backend()} here"
+    return None

@@ -180,6 +180,17 @@ class Training:
         if self.settings.device == "cuda":
             self.torch.cuda.synchronize()
 
+    def reset_peak(self) -> None:
+        """Count the peak of memory from now on."""
+        if self.settings.device == "cuda":
+            self.torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak of memory, or None on the CPU."""
+        if self.settings.device != "cuda":
+            return None
+        return int(self.torch.cuda.max_memory_allocated())
+
     # --- checkpoints ---
     def _state(self, losses: list[float], seconds: float) -> dict[str, Any]:
         torch, moments = self.torch, {}
