@@ -277,6 +277,7 @@ def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path, text):
     options = *text, "--steps", "12", "--contenders", "scree:eager,padded sorted", "--profile"
     said = run(*options, "--out", tmp_path)
     result = results.read(tmp_path / "train-cpu.json")
+    assert all("host_s" in row.values for row in result.rows if row.case["part"] == "timed")
     assert "parts of a step" in said and "tokens/s / padded sorted" in said
     curves = result.extra["curves"]
     ours, reference = (np.asarray(curves[f"{who}, seed 0"]) for who in ("scree", "padded sorted"))
