@@ -319,7 +319,7 @@ def test_jax_makes_the_same_steps_and_compiles_once(documents):
     from scree_bench.training import jax_loop, loop, models
     from scree_bench.training.forms import Plan
 
-    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 192, 24, 64)
+    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 192, 24, 64, "activations")
     settings = loop.Settings(plan, "cpu", "fp32", accumulate=1, steps=6, warm_up=2, rate=3e-3)
     losses = []
     for make, form in ((loop.Training, "scree"), (jax_loop.JaxTraining, "scree JAX")):
