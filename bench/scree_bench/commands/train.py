@@ -23,7 +23,7 @@ from ..training import heads, profile
 from ..training.forms import FORMS, REFERENCE, Plan, unavailable
 from ..training.jax_loop import JaxTraining
 from ..training.loop import PRECISIONS, Settings, Training, compiled_graphs, release
-from ..training.models import SIZES
+from ..training.models import RECOMPUTE, SIZES
 from ..training.text import Batches, Documents, load, save
 
 #: Peak of products in bfloat16 without sparsity, as the vendor states it.
@@ -109,8 +109,11 @@ def command(
         float, typer.Option(min=0, help="Largest norm of the gradient; 0: none.")
     ] = 1.0,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compute activations again in the backward pass.")
-    ] = False,
+        str,
+        typer.Option(
+            help=f"What the backward pass computes again, to save memory: {', '.join(RECOMPUTE)}."
+        ),
+    ] = "nothing",
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Folder for checkpoints of the loss curves; a run resumes from it."),
@@ -144,6 +147,7 @@ def command(
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         cuda = session.device == "cuda"
         size = _one(size or ("124m" if cuda else "tiny"), "--size", SIZES)
+        recompute = _one(recompute, "--recompute", RECOMPUTE)
         precision = _one(precision or ("amp" if cuda else "fp32"), "--precision", PRECISIONS)
         head = heads.choose(_one(loss, "--loss", ("auto", *heads.HEADS)), session.device)
         with_curve = parse_words(curves, "--curves", FORMS)

@@ -69,13 +69,15 @@ def make_loss(plan: Plan, precision: str) -> Any:
     import jax.numpy as jnp
 
     dtype = jnp.dtype(PRECISIONS[precision][1])
+    if plan.recompute == "activations":
+        raise ValueError("recompute: on JAX expected 'nothing' or 'layers', got 'activations'")
 
     def loss(parameters: dict[str, Any], ids: Any, targets: Any, offsets: Any) -> Any:
         p = {name: x.astype(dtype) for name, x in parameters.items()}
         # Gradients of the embedding are added in the dtype of the weights.
         embedded = parameters["embedding"][ids].astype(dtype)
         x = scree.from_cu_seqlens(embedded, offsets, max_length=plan.context)
-        x = hidden_states(p, plan.size, x, plan.recomputes)
+        x = hidden_states(p, plan.size, x, plan.recompute == "layers")
         return scree.linear_cross_entropy(
             x, p["embedding"], x.with_values(targets), ignore_index=IGNORED
         )
