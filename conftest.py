@@ -6,6 +6,7 @@ Modules that need a library or a device to be imported, when it looks for doctes
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ import pytest
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+# Workers and later runs share what one has compiled, which is most of the rest. The cache knows the
+# versions and the flags.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # JAX compares the file of every frame of an error with its own files, which takes half of the time of
 # tests that try many wrong calls.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
