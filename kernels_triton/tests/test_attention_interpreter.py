@@ -31,8 +31,10 @@ from scree_triton.attention import (
     launch_configs,
     portable_config,
     sm90_configs,
+    tile_configs,
     tile_scheduler,
 )
+from scree_triton.attention.base_config import count_heads_in_l2, raise_head_count
 from scree_triton.attention.dkdv_splits import choose_splits, estimate_work
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import get_launch_config
@@ -170,9 +172,8 @@ CAUSAL = dict(
     tma_aligned=True,
     same_offsets=True,
     tf32=False,
-    small_batch=False,
+    batch_kind="usual",
     many_short_rows=False,
-    long_rows=False,
 )
 
 
@@ -183,7 +184,10 @@ CAUSAL = dict(
             (torch.float16, (dim, dim), {}, "Sm90Config")
             for dim in (24, 32, 64, 80, 96, 128, 136, 192, 256)
         ),
-        *((torch.float16, (dim, dim), dict(long_rows=True), "Sm90Config") for dim in (64, 128)),
+        *(
+            (torch.float16, (dim, dim), dict(batch_kind="long rows"), "Sm90Config")
+            for dim in (64, 128)
+        ),
         *(
             (torch.bfloat16, dims, {}, "Sm90Config")
             for dims in ((192, 128), (128, 192), (64, 128), (40, 24), (256, 64))
@@ -264,29 +268,30 @@ def test_arguments_match_kernel_parameters(name):
 
 
 def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
-    """Few rows with a known short bound are a small batch; many short rows share tiles."""
+    """A known bound on the longest row selects tiles; many short rows share tiles."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-3:-1])
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2:])
     monkeypatch.setattr(launch_configs, "MERGED_MEAN_SEQLEN", 20)
     monkeypatch.setattr(launch_configs, "MANY_ROWS", 100)
     spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
     for heads, head_dim, rows, tokens, max_seqlen, expected in (
-        (1, 16, 1, 40, 40, (True, False)),
-        (1, 16, 1, 40, UNBOUNDED, (False, False)),
-        (1, 16, 1, 40, 2047, (False, False)),
-        (1, 16, 1, 40, 2048, (True, False)),
-        (316, 16, 1, 40, 2048, (True, False)),
-        (317, 16, 1, 40, 2048, (False, False)),
-        (2000, 16, 1, 40, 40, (False, False)),
-        (50, 16, 2, 40, 40, (True, True)),
-        (50, 16, 2, 40, UNBOUNDED, (False, False)),
-        (50, 16, 2, 41, 41, (True, False)),
-        (49, 64, 2, 40, 40, (True, False)),
-        (17, 72, 2, 40, 40, (True, True)),
-        (16, 72, 2, 40, 40, (True, False)),
-        (7, 248, 2, 40, 40, (True, True)),
-        (6, 248, 2, 40, 40, (True, False)),
-        (2000, 16, 2, 40, 40, (False, True)),
+        (1, 16, 1, 40, 40, ("few tiles", False)),
+        (1, 16, 1, 40, UNBOUNDED, ("usual", False)),
+        (1, 16, 1, 40, 1601, ("usual", False)),
+        (1, 16, 1, 40, 1602, ("few tiles", False)),
+        (1013, 16, 1, 40, 1602, ("few tiles", False)),
+        (1014, 16, 1, 40, 1602, ("usual", False)),
+        (2000, 16, 1, 40, 192, ("short rows", False)),
+        (2000, 16, 1, 40, 193, ("usual", False)),
+        (50, 16, 2, 40, 40, ("few tiles", True)),
+        (50, 16, 2, 40, UNBOUNDED, ("usual", False)),
+        (50, 16, 2, 41, 41, ("few tiles", False)),
+        (49, 64, 2, 40, 40, ("few tiles", False)),
+        (17, 72, 2, 40, 40, ("few tiles", True)),
+        (16, 72, 2, 40, 40, ("few tiles", False)),
+        (7, 248, 2, 40, 40, ("few tiles", True)),
+        (6, 248, 2, 40, 40, ("few tiles", False)),
+        (2000, 16, 2, 40, 193, ("usual", True)),
     ):
         cu = offsets((tokens, *(0,) * (rows - 1)), DEVICE)
         layout = VarlenLayout(cu, cu, None, max_seqlen)
@@ -320,12 +325,45 @@ def test_get_launch_config_long_rows_selects_their_tiles(
 ):
     """The row of a mean pair of query and key must be known to have 4096 tokens."""
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
-    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-1])
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2])
     cu = offsets(lengths, DEVICE)
-    values = [torch.empty((sum(lengths), 1, 16), device=DEVICE)] * 3
+    values = [torch.empty((sum(lengths), 16, 16), device=DEVICE)] * 3
     spec = AttentionSpec(window_left, 0, 0.25, 0.0)
     layout = VarlenLayout(cu, cu, None, max_seqlen)
-    assert get_launch_config(*values, layout, spec, False) is expected
+    expected_kind = "long rows" if expected else "usual"
+    assert get_launch_config(*values, layout, spec, False) == expected_kind
+
+
+@pytest.mark.parametrize(
+    "lengths, heads, window, expected",
+    [
+        ((1773,), 18, (UNBOUNDED, 0), "few tiles"),
+        ((1773,), 18, (UNBOUNDED, UNBOUNDED), "usual"),
+        ((1773,), 32, (UNBOUNDED, 0), "usual"),
+        ((8192,), 4, (UNBOUNDED, 0), "few tiles"),
+        ((8192,), 5, (UNBOUNDED, 0), "long rows"),
+        ((2645, *(8,) * 47), 10, (UNBOUNDED, 0), "few tiles"),
+        ((2645, *(800,) * 47), 8, (UNBOUNDED, 0), "usual"),
+        ((30129,), 12, (57, 0), "usual"),
+        ((2300,), 4, (57, 0), "few tiles"),
+    ],
+)
+def test_get_launch_config_few_tiles_depends_on_the_longest_tile(
+    lengths, heads, window, expected, monkeypatch
+):
+    """A tile of the longest row takes longer than the work per SM."""
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2])
+    cu = offsets(lengths, DEVICE)
+    values = [torch.empty((sum(lengths), 1, 16), device=DEVICE).expand(-1, heads, -1)] * 3
+    layout, spec = VarlenLayout(cu, cu, None, max(lengths)), AttentionSpec(*window, 0.25, 0.0)
+    assert get_launch_config(*values, layout, spec, False) == expected
+
+
+def test_count_short_rows_estimates_from_the_longest_row():
+    assert tile_configs.count_short_rows(100, 3000, 39) == 100
+    assert tile_configs.count_short_rows(37, 2994, 160) == pytest.approx(37 - (2994 - 1184) / 128)
+    assert tile_configs.count_short_rows(1500, 117_000, 900) > 1400
 
 
 def _count_pairs(lengths, causal):
@@ -435,6 +473,57 @@ def test_choose_splits_second_estimate_bounds_partial_sums_by_the_queries():
         splits[total_k] = choose_splits(8, 2, 80_000, total_k, 256, works, 132)
     assert splits[80_000] == 8
     assert splits[160_000] == 4
+
+
+@pytest.mark.parametrize(
+    "heads, limit, group, expected",
+    [(16, 4, 1, 4), (14, 4, 1, 2), (14, 4, 7, 7), (32, 8, 4, 8), (12, 4, 3, 3), (16, 4, 16, 16)],
+)
+def test_count_heads_in_l2_keeps_heads_of_a_key_head_together(heads, limit, group, expected):
+    assert count_heads_in_l2(heads, limit, group) == expected
+
+
+def _simulate_heads(tiles, heads, count):
+    """Return the end of the last of 132 CTAs relative to the mean, for so many heads at a time."""
+    ends = [0.0] * 132
+    for _ in range(heads // count):
+        for keys in sorted(tiles, reverse=True):
+            for _ in range(count):
+                heapq.heapreplace(ends, ends[0] + keys)
+    return max(ends) * 132 / (sum(tiles) * heads)
+
+
+@pytest.mark.parametrize(
+    "pairs, heads", [([(3049, 1345), (1493, 3197)], 25), ([(3000, 3000)], 40), ([(9000, 500)], 13)]
+)
+def test_raise_head_count_ends_within_an_eighth_of_the_mean(pairs, heads):
+    total_q, total_k = (sum(x) for x in zip(*pairs, strict=True))
+    longest, spec = max(map(max, pairs)), AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    works = [
+        estimate_work(len(pairs), longest, total_k, total_q, 128, spec, x) for x in (True, False)
+    ]
+    count = raise_head_count(heads, 1, works, 132, longest * 256)
+    assert heads % count == 0
+    tiles = [k + 128 for q, k in pairs for _ in range(0, q, 128)]
+    assert _simulate_heads(tiles, heads, count) <= 1.125
+
+
+def test_raise_head_count_many_rows_returns_count():
+    spec = AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
+    works = [estimate_work(64, 2048, 64 * 2048, 64 * 2048, 128, spec)]
+    assert raise_head_count(16, 4, works, 132, 2048 * 256) == 4
+
+
+def test_raise_head_count_heads_beyond_the_l2_cache_returns_count():
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    works = [estimate_work(1, 9000, 9000, 9000, 128, spec)]
+    assert raise_head_count(47, 1, works, 132, 9000 * 256) == 1
+
+
+def test_raise_head_count_one_tile_with_most_work_runs_all_heads_beyond_the_l2_cache():
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    works = [estimate_work(68, 100_000, 110_000, 110_000, 192, spec, aligned=False)]
+    assert raise_head_count(12, 4, works, 132, 100_000 * 256 // 4) == 12
 
 
 def test_choose_splits_one_query_head_per_key_head_returns_one():

@@ -1,13 +1,14 @@
 """The base class of launch configs: the allocations of a call."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..runtime.launch import contiguous, empty, on_device
+from .dkdv_splits import KeyTileWork
 from .metadata import ALL_ROWS, AttentionSpec, HeadLayout, VarlenLayout, as_arguments
 from .tile_configs import FEW_QUERIES
 from .tile_scheduler import max_tiles
@@ -19,12 +20,47 @@ FORWARD_PARAMETERS = "q, k, v, slopes, out, lse, count, seed=None"
 BACKWARD_PARAMETERS = "q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, seed=None"
 
 
-def count_heads_in_l2(heads: int, limit: int) -> int:
-    """Return how many heads run concurrently: the largest divisor of `heads` up to `limit`.
+def count_heads_in_l2(heads: int, limit: int, group: int = 1) -> int:
+    """Return how many heads run concurrently, because the L2 cache holds the keys of few heads.
 
-    The L2 cache holds the keys of few heads.
+    It is the largest divisor of `heads` up to `limit` that is a multiple of `group`, or `group`: so many
+    adjacent heads read the same keys.
     """
-    return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= limit)
+    return max(
+        g for g in range(group, heads + 1, group) if heads % g == 0 and (g <= limit or g == group)
+    )
+
+
+def raise_head_count(
+    heads: int, count: int, works: Sequence[KeyTileWork], ctas: int, numbers: int
+) -> int:
+    """Return how many heads run concurrently: `count`, or more where the last heads would end late.
+
+    Heads run in groups, one after another. A group ends late if its work per CTA is less than its
+    longest tile.
+
+    Parameters
+    ----------
+    heads
+        Number of heads; the result divides it.
+    count
+        The number of heads by the L2 cache alone.
+    works
+        Estimates of the work of one head.
+    ctas
+        Number of CTAs that run at once.
+    numbers
+        Numbers in the keys and values of the longest row, per head. If all heads of a larger group do
+        not fit into the L2 cache, the group stays smaller, unless it would end at twice the mean.
+    """
+    needed = max(work.longest * ctas / work.total for work in works)
+    for larger in range(count + 1, heads + 1):
+        if heads % larger == 0:
+            fits = larger * numbers <= _L2_NUMBERS
+            if count >= needed or not (fits or 2 * count <= needed):
+                break
+            count = larger
+    return count
 
 
 class LaunchConfig:
@@ -82,11 +118,12 @@ class LaunchConfig:
         return total_q * self.heads <= FEW_QUERIES
 
     def _head_counts(
-        self, heads: int, tokens: int, few_queries: bool = False
+        self, heads: int, tokens: int, few_queries: bool = False, group: int = 1
     ) -> tuple[int, int, int]:
         """Return the query heads, the query heads per key head, and the heads that share the L2.
 
-        The last number is for `heads` heads that read `tokens` tokens each.
+        The last number is for `heads` heads that read `tokens` tokens each. Adjacent `group` heads read
+        the same tokens.
         """
         fitting = _L2_NUMBERS // max(tokens * (self.q.head_dim + self.v.head_dim), 1)
         is_narrow = max(self.q.head_dim, self.v.head_dim) < 128
@@ -94,7 +131,7 @@ class LaunchConfig:
         return (
             self.heads,
             self.heads // self.k_heads,
-            count_heads_in_l2(heads, max(min(fitting, limit), 4)),
+            count_heads_in_l2(heads, max(min(fitting * group, limit), 4), group),
         )
 
     def _reads_in_place(self, dout: torch.Tensor) -> bool:
@@ -125,7 +162,7 @@ class LaunchConfig:
         out_shape = contiguous((total_q, self.heads, self.v.head_dim))
         new_out = partial(self.empty, *out_shape, self.dtype)
         new_lse = partial(self.empty, *contiguous((self.heads, total_q)), torch.float32)
-        launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
+        launch = self._forward(layout, total_q, total_k, spec) if total_q > 0 else lambda *_: None
         next_counter = self.next_counter
 
         def run(q, k, v, slopes, *seed):

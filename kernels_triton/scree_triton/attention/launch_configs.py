@@ -27,17 +27,21 @@ from .portable_config import PortableConfig
 from .sm90_configs import Bf16x3Config, Sm90Config, Sm90MixedConfig
 from .tile_configs import (
     FEW_QUERIES,
-    FEWEST_MIN_SEQLEN,
-    FEWEST_QUERIES,
+    LARGE_TILE,
     LONG_SEQLEN,
     MANY_ROWS,
     MERGED_MEAN_SEQLEN,
     SHORT_SEQLEN,
+    SHORTEST_SEQLEN,
+    SM_COUNT,
+    SMALL_TILE_COST,
+    BatchKind,
     Sm90Tiles,
     Tiles,
-    count_rows,
+    count_short_rows,
     portable_tiles,
     sm90_tiles,
+    weight_rows,
 )
 from .tile_scheduler import UNBOUNDED
 
@@ -135,11 +139,10 @@ def _config_key(
         has_tokens and is_tma_aligned(q, k, v),
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
-        _is_small_batch(layout, total_q * heads),
+        _batch_kind(layout, total_q, total_k, heads, spec),
         layout.max_seqlen < UNBOUNDED
         and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
-        and count_rows(num_rows * heads, max(head_dim, head_dim_v), layout.max_seqlen) >= MANY_ROWS,
-        window_left >= UNBOUNDED and _has_long_rows(layout, total_k),
+        and _has_many_short_rows(layout, max(total_q, total_k), heads, max(head_dim, head_dim_v)),
     )
 
 
@@ -147,11 +150,48 @@ def _head_layouts(*arrays: torch.Tensor) -> tuple[HeadLayout, ...]:
     return tuple(HeadLayout(*x.shape[1:], *x.stride()[:2]) for x in arrays)
 
 
-def _is_small_batch(layout: VarlenLayout, queries: int) -> bool:
-    """Return whether the time of the last tile matters; `queries` is the sum over heads."""
-    if layout.max_seqlen <= SHORT_SEQLEN:
-        return queries <= FEW_QUERIES
-    return FEWEST_MIN_SEQLEN <= layout.max_seqlen < UNBOUNDED and queries <= FEWEST_QUERIES
+def _batch_kind(
+    layout: VarlenLayout, total_q: int, total_k: int, heads: int, spec: AttentionSpec
+) -> BatchKind:
+    """Return which tiles a batch takes; only a known length of the longest row selects others."""
+    max_seqlen = layout.max_seqlen
+    if max_seqlen >= UNBOUNDED:
+        return "usual"
+    if max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES:
+        return "few tiles"
+    if max_seqlen <= SHORTEST_SEQLEN:
+        return "short rows"
+    # A compiled model passes SHORT_SEQLEN + 1 for shorter rows.
+    if max_seqlen > SHORT_SEQLEN + 1 and _has_long_tiles(layout, total_q, total_k, heads, spec):
+        return "few tiles"
+    if spec.window_left >= UNBOUNDED and _has_long_rows(layout, total_k):
+        return "long rows"
+    return "usual"
+
+
+def _has_long_tiles(
+    layout: VarlenLayout, total_q: int, total_k: int, heads: int, spec: AttentionSpec
+) -> bool:
+    """Return whether one large tile takes longer than the work per SM of small tiles.
+
+    One row has the largest length, of queries and of keys, and the others are equal.
+    """
+    longest_q, longest_k = min(layout.max_seqlen, total_q), min(layout.max_seqlen, total_k)
+    others = (total_q - longest_q) * (total_k - longest_k)
+    pairs = longest_q * longest_k + others / max(layout.cu_seqlens_q.shape[0] - 2, 1)
+    if min(spec.window_left, spec.window_right) < UNBOUNDED:
+        # A causal mask leaves about half of the pairs.
+        reach = max(spec.window_left, 0) + max(spec.window_right, 0) + 1
+        pairs = min(pairs / 2, float(total_q * reach))
+        longest_k = min(longest_k, reach + LARGE_TILE)
+    return SMALL_TILE_COST * heads * pairs < SM_COUNT * LARGE_TILE * longest_k
+
+
+def _has_many_short_rows(layout: VarlenLayout, tokens: int, heads: int, head_dim: int) -> bool:
+    """Return whether so many rows are short that sharing tiles pays off."""
+    num_rows, max_seqlen = layout.cu_seqlens_q.shape[0] - 1, layout.max_seqlen
+    rows = count_short_rows(num_rows, tokens, max_seqlen) * heads
+    return weight_rows(rows, head_dim, max_seqlen) >= MANY_ROWS
 
 
 def _has_long_rows(layout: VarlenLayout, total_k: int) -> bool:
@@ -179,9 +219,8 @@ def select_config(
     tma_aligned: bool,
     same_offsets: bool,
     tf32: bool,
-    small_batch: bool,
+    batch_kind: BatchKind,
     many_short_rows: bool,
-    long_rows: bool,
 ) -> "LaunchConfig":
     """Return a new launch config of the fastest kernels that can serve the call."""
     q, _, v = layouts
@@ -197,7 +236,7 @@ def select_config(
         )
     )
     if sm90 and half:
-        options = causal, window, softcap, alibi > 0, same_offsets, small_batch, long_rows
+        options = causal, window, softcap, alibi > 0, same_offsets, batch_kind
         if many_short_rows:
             return Sm90MixedConfig(
                 *(Sm90Config(device, dtype, layouts, *options, x) for x in (SHORT_ROWS, OTHER_ROWS))

@@ -127,7 +127,7 @@ class PortableConfig(LaunchConfig):
         )
         return make_config(tiles)
 
-    def _forward(self, layout, total_q, spec):
+    def _forward(self, layout, total_q, total_k, spec):
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
         dropout = DropoutNumbers(spec.dropout)
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)

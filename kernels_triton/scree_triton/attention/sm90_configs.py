@@ -28,7 +28,13 @@ from .arguments import (
     SplitDoutArgs,
     SumSplitsArgs,
 )
-from .base_config import BACKWARD_PARAMETERS, FORWARD_PARAMETERS, LaunchConfig, count_heads_in_l2
+from .base_config import (
+    BACKWARD_PARAMETERS,
+    FORWARD_PARAMETERS,
+    LaunchConfig,
+    count_heads_in_l2,
+    raise_head_count,
+)
 from .dkdv_splits import choose_splits, estimate_work
 from .metadata import (
     ALL_ROWS,
@@ -39,7 +45,7 @@ from .metadata import (
     are_strides_tma_addressable,
     to_base2,
 )
-from .tile_configs import SM90_TILES, head_parts, sm90_tiles
+from .tile_configs import SM90_TILES, BatchKind, Sm90Tile, head_parts, sm90_tiles
 from .tile_scheduler import UNBOUNDED
 
 #: Elements per CTA of the kernel that sums over splits.
@@ -72,8 +78,7 @@ class Sm90Config(LaunchConfig):
         softcap: bool,
         alibi: bool,
         same_offsets: bool,
-        small_batch: bool,
-        long_rows: bool,
+        batch_kind: BatchKind,
         rows: Rows = ALL_ROWS,
     ):
         from ..sm90 import pipeline
@@ -89,15 +94,16 @@ class Sm90Config(LaunchConfig):
         self.next_counter = pipeline.tile_counters(device)
         self.slopes = "slopes" if alibi else "q"  # a pointer that the kernels do not read
         self.rows = rows
-        self.tiles = sm90_tiles(
-            2, self.q.head_dim, self.v.head_dim, small_batch, long_rows, rows.merged
-        )
+        self.tiles = sm90_tiles(2, self.q.head_dim, self.v.head_dim, batch_kind, rows.merged)
         self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
         values = dict(HEAD_DIM_V=self.v.head_dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        self.forward_heads_in_l2 = count_heads_in_l2(self.heads, 4 if width >= 128 else 8)
+        self.group = self.heads // self.k_heads
+        self.forward_heads_in_l2 = count_heads_in_l2(
+            self.heads, 4 if width >= 128 else 8, self.group
+        )
         m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
         # Whether the kernel writes the output through the descriptor, instead of the pointer.
         self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
@@ -193,7 +199,7 @@ class Sm90Config(LaunchConfig):
         if self.rows != ALL_ROWS:
             return 1
         num_rows = layout.cu_seqlens_q.shape[0] - 1
-        group, dims = self.heads // self.k_heads, self.q.head_dim + self.v.head_dim
+        dims = self.q.head_dim + self.v.head_dim
         block_n = self.tiles.dkdv.block_n
         # The longest row of queries need not attend to the longest row of keys. In causal rows,
         # queries before the first key attend to nothing, so a tile of few keys has few queries.
@@ -202,7 +208,43 @@ class Sm90Config(LaunchConfig):
             estimate_work(num_rows, layout.max_seqlen, total_q, total_k, block_n, spec, aligned)
             for aligned in ((True,) if is_aligned else (True, False))
         ]
-        return choose_splits(group, self.k_heads, total_q, total_k, dims, works, self.max_ctas)
+        return choose_splits(self.group, self.k_heads, total_q, total_k, dims, works, self.max_ctas)
+
+    def _raise_head_count(
+        self,
+        heads: int,
+        count: int,
+        layout: VarlenLayout,
+        tile: Sm90Tile,
+        total: int,
+        other_total: int,
+        spec: AttentionSpec,
+        by_keys: bool = False,
+    ) -> int:
+        """Return how many of `heads` heads run concurrently in a kernel, at least `count`.
+
+        `total` counts the tokens that the kernel cuts into tiles, keys if `by_keys`.
+        """
+        num_rows, max_seqlen = layout.cu_seqlens_q.shape[0] - 1, layout.max_seqlen
+        same_offsets = layout.cu_seqlens_q is layout.cu_seqlens_k
+        if count == heads or max_seqlen >= UNBOUNDED or min(num_rows, total, other_total) == 0:
+            return count
+        left, right, *others = spec
+        if same_offsets and right == 0 and left >= UNBOUNDED:
+            # The tiles of a causal row become shorter, and the last heads end with the short ones.
+            right = UNBOUNDED
+        window = (left, right) if by_keys else (right, left)
+        size = tile.block_n if by_keys else tile.block_m
+        works = [
+            estimate_work(
+                num_rows, max_seqlen, other_total, total, size, AttentionSpec(*window, *others), x
+            )
+            for x in ((True,) if same_offsets else (True, False))
+        ]
+        numbers = min(max_seqlen, other_total) * (self.q.head_dim + self.v.head_dim)
+        if not by_keys:
+            numbers = numbers * self.k_heads // self.heads
+        return raise_head_count(heads, count, works, tile.ctas_per_sm * self.max_ctas, numbers)
 
     def _sum_splits_launch(self, splits_per_khead: int) -> Launch:
         """Return the launch that sums dk and dv over so many splits per key head."""
@@ -230,16 +272,18 @@ class Sm90Config(LaunchConfig):
             and are_strides_tma_addressable(token_stride, head_stride, self.heads)
         )
 
-    def _forward(self, layout, total_q, spec):
+    def _forward(self, layout, total_q, total_k, spec):
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
         q_desc, k_desc, v_desc = self.descriptors
         tile = self.tiles.forward
         tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
-        heads_in_l2 = self.heads if self._has_few_queries(total_q) else self.forward_heads_in_l2
-        numbers = ForwardNumbers(
-            total_q, self.heads, self.heads // self.k_heads, heads_in_l2, *to_base2(spec)
-        )
+        heads_in_l2 = self.heads
+        if not self._has_few_queries(total_q):
+            heads_in_l2 = self._raise_head_count(
+                self.heads, self.forward_heads_in_l2, layout, tile, total_q, total_k, spec
+            )
+        numbers = ForwardNumbers(total_q, self.heads, self.group, heads_in_l2, *to_base2(spec))
         # The kernel writes the output through the descriptor or through the pointer. The other argument
         # gets q, which TMA can address: a recorded launch must not pass memory that it writes twice.
         described, written = ("out", "q") if self.stores_by_tma else ("q", "out")
@@ -264,15 +308,20 @@ class Sm90Config(LaunchConfig):
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, to_base2(spec)
         k_heads = self.k_heads
-        dq, dkdv = self.tiles.dq, self.tiles.dkdv
-        query_tiles, dq_ctas = self._query_tiles(layout, total_q, dq.block_m, spec, dq.ctas_per_sm)
+        dq_tile, dkdv = self.tiles.dq, self.tiles.dkdv
+        query_tiles, dq_ctas = self._query_tiles(
+            layout, total_q, dq_tile.block_m, spec, dq_tile.ctas_per_sm
+        )
         splits = self._count_splits(layout, total_q, total_k, spec)
         key_tiles, dkdv_ctas = self._key_tiles(
             layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm, splits
         )
         dkdv_launches = self.dkdv_launches if splits == 1 else self.dkdv_split_launches
         few_queries = self._has_few_queries(total_q)
-        *_, heads_in_l2 = self._head_counts(k_heads * splits, total_q, few_queries)
+        *_, count = self._head_counts(k_heads * splits, total_q, few_queries)
+        heads_in_l2 = self._raise_head_count(
+            k_heads * splits, count, layout, dkdv, total_k, total_q, spec, by_keys=True
+        )
         dkdv_numbers = DkdvNumbers(
             total_q,
             stats_stride,
@@ -315,12 +364,14 @@ class Sm90Config(LaunchConfig):
             dq_strides = DqStrides(
                 *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
             )
+            *head_counts, count = self._head_counts(heads, total_k, few_queries, self.group)
             dq_numbers = DqNumbers(
                 stride_dlsem,
                 stride_dlseh,
                 total_q,
                 stats_stride,
-                *self._head_counts(heads, total_k, few_queries),
+                *head_counts,
+                self._raise_head_count(heads, count, layout, dq_tile, total_q, total_k, spec),
                 *base2_spec,
             )
             dkdv_strides = DkdvStrides(
@@ -382,8 +433,10 @@ class Sm90MixedConfig(LaunchConfig):
         self.short, self.other = short, other
         self._reads_in_place, self.next_counter = other._reads_in_place, other.next_counter
 
-    def _forward(self, layout, total_q, spec):
-        short, other = (x._forward(layout, total_q, spec) for x in (self.short, self.other))
+    def _forward(self, layout, total_q, total_k, spec):
+        short, other = (
+            x._forward(layout, total_q, total_k, spec) for x in (self.short, self.other)
+        )
         return self._run_both(short, other)
 
     def _run_both(self, short, other):
@@ -496,7 +549,7 @@ class Bf16x3Config(LaunchConfig):
         )
         return terms
 
-    def _forward(self, layout, total_q, spec):
+    def _forward(self, layout, total_q, total_k, spec):
         split, has_slopes = self._split, self.has_slopes
         q_desc, k_desc, v_desc = self.forward_descriptors
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)

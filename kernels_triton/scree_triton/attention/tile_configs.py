@@ -1,7 +1,7 @@
 """Measured tile sizes: a plain table, so that the first call compiles one kernel and times none."""
 
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import triton
 
@@ -72,39 +72,65 @@ SM90_TILES = {
     (4, 64): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
 }
 
-#: A batch is a few short rows if its rows are known to have at most SHORT_SEQLEN tokens, and it has
-#: at most FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last
-#: tile matters, and some kernels take smaller tiles.
-SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
-#: Tiles of a table above -> tiles for a few short rows.
-SM90_SMALL_BATCH_TILES = {
-    SM90_TILES[2, 32]: SM90_TILES[2, 32]._replace(dkdv=Sm90Tile(64, 128, 6, 2)),
-    SM90_TILES[2, 64]: SM90_TILES[2, 64]._replace(dq=Sm90Tile(128, 64, 6, 2)),
-    SM90_TILES[2, 96]: SM90_TILES[2, 96]._replace(
-        forward=Sm90Tile(64, 64, 3, 2, 2), dq=Sm90Tile(128, 64, 3, 2)
-    ),
-    SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
-    SM90_TILES[2, 160]: SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 3, 1)),
-}
-#: A batch whose longest row has at least FEWEST_MIN_SEQLEN tokens takes these tiles too, if its queries
-#: summed over heads are at most FEWEST_QUERIES. That is 96 per SM of an H100. Larger tiles would leave
-#: half of the SMs without work.
-FEWEST_MIN_SEQLEN, FEWEST_QUERIES = 2048, 96 * 132
+#: The lengths and the number of rows by which a batch has tiles of its own, see `SM90_BATCH_TILES`.
+BatchKind = Literal["usual", "few tiles", "short rows", "long rows"]
 
+#: A batch has few tiles if its rows are known to have at most SHORT_SEQLEN tokens, and it has at most
+#: FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last tile matters,
+#: and some kernels take smaller tiles.
+SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
+#: A batch with a longer row has few tiles if its work per SM, times SMALL_TILE_COST, is less than one
+#: tile of LARGE_TILE queries of its longest row. Smaller tiles take longer for the same work.
+LARGE_TILE, SMALL_TILE_COST, SM_COUNT = 192, 1.25, 132
+#: A batch has short rows if no row is known to have more tokens than this. Tiles of 192 queries are
+#: then empty in part.
+SHORTEST_SEQLEN = 192
 #: A batch has long rows if the row of a mean pair of query and key is known to have this length.
 #: Small tiles would read the keys more often than the L2 cache can deliver them.
 LONG_SEQLEN = 4096
-#: Tiles of a table above -> tiles for long rows.
-SM90_LONG_ROW_TILES = {
-    SM90_TILES[2, 64]: SM90_TILES[2, 64]._replace(
-        forward=Sm90Tile(192, 128, 3, 2, 1), dq=Sm90Tile(192, 64, 6, 2, 1, True)
-    ),
-    SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(dq=Sm90Tile(192, 64, 2, 1)),
+#: Tiles of a table above -> kind of batch -> its tiles, if the kind has others.
+SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
+    SM90_TILES[2, 32]: {
+        "few tiles": SM90_TILES[2, 32]._replace(dkdv=Sm90Tile(64, 128, 6, 2)),
+        "long rows": _sm90((192, 128, 4, 2, 1), (192, 64, 6, 2, 1, True), (64, 192, 6, 2, 1, True)),
+    },
+    SM90_TILES[2, 64]: {
+        "few tiles": SM90_TILES[2, 64]._replace(dq=Sm90Tile(128, 64, 6, 2)),
+        "short rows": SM90_TILES[2, 64]._replace(dq=Sm90Tile(128, 64, 6, 2)),
+        "long rows": SM90_TILES[2, 64]._replace(
+            forward=Sm90Tile(192, 128, 3, 2, 1), dq=Sm90Tile(192, 64, 6, 2, 1, True)
+        ),
+    },
+    SM90_TILES[2, 96]: {
+        "few tiles": SM90_TILES[2, 96]._replace(
+            forward=Sm90Tile(64, 64, 3, 2, 2), dq=Sm90Tile(128, 64, 3, 2)
+        ),
+        "short rows": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
+    },
+    SM90_TILES[2, 128]: {
+        "few tiles": SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
+        "short rows": SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
+        "long rows": SM90_TILES[2, 128]._replace(dq=Sm90Tile(192, 64, 2, 1)),
+    },
+    SM90_TILES[2, 160]: {
+        "few tiles": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
+        "short rows": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
+    },
+    SM90_TILES[2, 192]: {
+        "few tiles": SM90_TILES[2, 192]._replace(
+            forward=Sm90Tile(64, 32, 3, 1, 2),
+            dq=Sm90Tile(64, 64, 1, 1, 2),
+            dkdv=Sm90Tile(32, 64, 2, 1, 2),
+        )
+    },
 }
 
 #: Rows with at most MERGED_SEQLEN queries and keys share tiles, in launches of their own. Conditions:
-#: the mean row has at most MERGED_MEAN_SEQLEN tokens, and `count_rows` returns at least MANY_ROWS.
+#: the mean row has at most MERGED_MEAN_SEQLEN tokens, and `weight_rows` returns at least MANY_ROWS for
+#: the rows that `count_short_rows` estimates.
 MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS = 64, 96, 3000
+#: Beside a row of this length, sharing tiles of wide heads pays off only for more rows.
+_MERGED_MAX_SEQLEN = 2048
 #: By the wider padded head_dim, half precision. A tile has MERGED_SEQLEN tokens of the rows that it
 #: cuts, and as many keys in forward and dq. Measured on an H200.
 SM90_MERGED_TILES = {
@@ -118,8 +144,19 @@ SM90_MERGED_TILES = {
 }
 
 
-def count_rows(rows: int, head_dim: int, max_seqlen: int) -> int:
-    """Return the number of rows summed over heads, weighted by head_dim, to compare with MANY_ROWS.
+def count_short_rows(rows: int, tokens: int, max_seqlen: int) -> float:
+    """Estimate how many rows share tiles, from the metadata on the host.
+
+    These rows have half of MERGED_SEQLEN tokens, and the other rows `max_seqlen` tokens.
+    """
+    half = MERGED_SEQLEN // 2
+    if max_seqlen <= MERGED_SEQLEN:
+        return rows
+    return rows - max(tokens - half * rows, 0) / (max_seqlen - half)
+
+
+def weight_rows(rows: float, head_dim: int, max_seqlen: int) -> float:
+    """Return a number of rows summed over heads, weighted by head_dim, to compare with MANY_ROWS.
 
     A tile of wide heads takes longer, and an SM runs one CTA with such tiles instead of three. So
     sharing tiles pays off for fewer rows. A long row takes much longer than a few short rows, so these
@@ -127,7 +164,7 @@ def count_rows(rows: int, head_dim: int, max_seqlen: int) -> int:
     """
     if head_dim <= 64:
         return rows
-    return 3 * rows if head_dim <= 128 or max_seqlen >= FEWEST_MIN_SEQLEN else 15 * rows // 2
+    return 3 * rows if head_dim <= 128 or max_seqlen >= _MERGED_MAX_SEQLEN else 7.5 * rows
 
 
 def head_parts(head_dim: int) -> tuple[int, int]:
@@ -148,8 +185,7 @@ def sm90_tiles(
     itemsize: int,
     head_dim: int,
     head_dim_v: int,
-    small_batch: bool = False,
-    long_rows: bool = False,
+    batch_kind: BatchKind = "usual",
     merged: bool = False,
 ) -> Sm90Tiles | None:
     """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
@@ -163,9 +199,7 @@ def sm90_tiles(
     tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
         (itemsize, max(width, width_v))
     )
-    if small_batch:
-        return SM90_SMALL_BATCH_TILES.get(tiles, tiles)
-    return SM90_LONG_ROW_TILES.get(tiles, tiles) if long_rows else tiles
+    return SM90_BATCH_TILES.get(tiles, {}).get(batch_kind, tiles)
 
 
 # By bytes per element and padded head_dim. Measured on Hopper.
