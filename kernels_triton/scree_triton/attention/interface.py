@@ -321,7 +321,12 @@ def attention_backward(
         The gradients, with the shapes and dtypes of q, k and v.
     """
     config = get_launch_config(q, k, v, layout, spec, 0)
-    run, other = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
+    cache = {} if layout.cache is None else layout.cache
+    # Preparing launches takes longer than the launches.
+    key = "backward", config, q.shape[0], k.shape[0], spec
+    if key not in cache:
+        cache[key] = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
+    run, other = cache[key]
     args = q, k, v, None, out, lse, dout, dlse
     try:
         return run(*args)  # type: ignore[no-any-return]
