@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,20 +33,8 @@ TOKENS, LARGE_TOKENS, LARGE = 65_536, 16_384, 1_000_000_000
 # --- balance ---
 def balance(process: Worker) -> None:
     """Compare the compute times of the ranks, which no collective equalizes."""
-    size, unit = SIZES[process.job.size], max(8, 512 // process.job.scale)
-    budget = 64 * unit
-    p = models.parameters(size, process.job.device, process.torch.float32, 0)
-    generator = process.torch.Generator().manual_seed(process.rank)
-
-    def step(lengths: list[int]) -> None:
-        shape = (sum(lengths),)
-        tokens = process.torch.randint(0, size.vocabulary, shape, generator=generator)
-        ids = scree.from_lengths(tokens.to(process.device), lengths)
-        _loss(p, size, ids, process.dtype).backward()
-        for x in p.values():
-            x.grad = None
-
-    fitted = _fit_training_cost(process, step, unit)
+    unit = _usual_length(process)
+    budget, step, fitted = 64 * unit, _make_step(process), _training_cost(process)
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(math.log(unit), 1.5, 3000).astype(int), 1, budget)
     case = {"lengths": f"median {unit}, sigma 1.5", "budget": budget}
@@ -67,10 +55,32 @@ def balance(process: Worker) -> None:
         )
 
 
-def _fit_training_cost(
-    process: Worker, step: Callable[[list[int]], None], unit: int
-) -> tuple[float, float]:
+def _usual_length(process: Worker) -> int:
+    """Return the median length of the rows of `balance`."""
+    usual = 256 if _is_large(SIZES[process.job.size]) else 512
+    return max(8, usual // process.job.scale)
+
+
+def _make_step(process: Worker) -> Callable[[list[int]], None]:
+    """Return a function that runs forward and backward on random tokens of some lengths."""
+    torch, size = process.torch, SIZES[process.job.size]
+    p = models.parameters(size, process.job.device, torch.float32, 0)
+    generator = torch.Generator().manual_seed(process.rank)
+
+    def step(lengths: list[int]) -> None:
+        tokens = torch.randint(0, size.vocabulary, (sum(lengths),), generator=generator)
+        ids = scree.from_lengths(tokens.to(process.device), lengths)
+        _loss(p, size, ids, process.dtype).backward()
+        for x in p.values():
+            x.grad = None
+
+    return step
+
+
+@cache
+def _training_cost(process: Worker) -> tuple[float, float]:
     """Return the cost of a row, fitted on the first process to the times of some batches."""
+    unit, step = _usual_length(process), _make_step(process)
     batches = [[unit] * 64, [unit] * 32, [8 * unit] * 8, [8 * unit] * 4, [64 * unit], [32 * unit]]
     seconds = []
     for lengths in batches:
@@ -78,7 +88,10 @@ def _fit_training_cost(
         seconds.append(median(samples[1:]))
     times = process.torch.tensor(seconds, device=process.device)
     process.dist.broadcast(times, 0)
-    return fit_cost(batches, times.cpu().numpy())
+    try:
+        return fit_cost(batches, times.cpu().numpy())
+    except ValueError:  # the times of tiny rows do not grow with the lengths
+        return 6.0 * SIZES[process.job.size].width, 1.0
 
 
 def _slowest_ratios(
@@ -158,7 +171,7 @@ def model(process: Worker, name: str) -> None:
     # One batch per process. One step of data parallel training takes all of them.
     data = _make_batches(process, name, world)
     ids, targets = data.ids, data.targets
-    own, cost = slice(rank, rank + 1), (6 * SIZES[process.job.size].width, 1)
+    own, cost = slice(rank, rank + 1), _training_cost(process)
     cut_ids, cut_targets = ([shard(x[0], process.mesh, cost=cost)] for x in (ids, targets))
     everything = "one device, all batches"
     _compare(
@@ -171,6 +184,7 @@ def model(process: Worker, name: str) -> None:
             Mode("data parallel, DDP", ids[own], targets[own], world, "DDP", everything),
             Mode("data parallel, FSDP2", ids[own], targets[own], world, "FSDP2", everything),
             Mode("context parallel, DDP", cut_ids, cut_targets, 1, "DDP", "one device"),
+            Mode("context parallel, FSDP2", cut_ids, cut_targets, 1, "FSDP2", "one device"),
         ],
     )
 
@@ -185,7 +199,7 @@ def mesh(process: Worker, name: str) -> None:
         process.job.device, (num_batches, num_parts), mesh_dim_names=("data", "context")
     )
     data = _make_batches(process, name, num_batches)
-    index, cost = axes["data"].get_local_rank(), (6 * SIZES[process.job.size].width, 1)
+    index, cost = axes["data"].get_local_rank(), _training_cost(process)
     cut_ids, cut_targets = (
         [shard(x[index], axes["context"], cost=cost)] for x in (data.ids, data.targets)
     )
@@ -203,11 +217,15 @@ def mesh(process: Worker, name: str) -> None:
     )
 
 
+def _is_large(size: Size) -> bool:
+    """Return whether a model takes the batches for large models."""
+    return sum(map(math.prod, models.shapes(size).values())) >= LARGE
+
+
 def _make_batches(process: Worker, name: str, count: int) -> Batches:
     """Return `count` batches of random tokens, equal on all processes."""
     size, torch = SIZES[process.job.size], process.torch
-    is_large = sum(map(math.prod, models.shapes(size).values())) >= LARGE
-    total = (LARGE_TOKENS if is_large else TOKENS) // process.job.scale
+    total = (LARGE_TOKENS if _is_large(size) else TOKENS) // process.job.scale
     median_length = max(16, 2048 // process.job.scale)
     lengths = [total] if name == "one document" else log_normal(total, median_length, 1.5, 5)
     generator = torch.Generator().manual_seed(0)

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import typer
@@ -234,8 +237,8 @@ def has_the_results_of_one_process(result: Result) -> None:
         name: [row.values[name] for row in result.rows if name in row.values]
         for name in ("relative_error", "loss_error", "resumed_loss_error")
     }
-    # Attention: five batches. Models: two batches in three modes, of which FSDP2 saves and loads.
-    assert [*map(len, errors.values())] == [5, 6, 2]
+    # Attention: five batches. Models: two batches in four modes; data parallel FSDP2 saves and loads.
+    assert [*map(len, errors.values())] == [5, 8, 2]
     assert max(map(max, errors.values())) < 1e-5
     received = {row.case["batch"]: row.values.get("received_bytes") for row in result.rows
                 if row.who == "scree" and "batch" in row.case}  # fmt: skip
@@ -719,6 +722,36 @@ def test_shards_on_a_mesh_have_the_losses_of_one_process(tmp_path):
     rows = [row for row in result.rows if row.who == "scree, context 2 x data 2"]
     assert [row.case["batch"] for row in rows] == ["packed", "one document"]
     assert max(row.values["loss_error"] for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize(("error", "counts"), [(None, 2), (KeyboardInterrupt, 1)])
+def test_shards_lists_the_parts_that_did_not_end(monkeypatch, error, counts):
+    """The processes end after the first part, or the user interrupts the second."""
+    from scree_bench.commands import shards
+
+    class Job(NamedTuple):
+        parts: tuple[str, ...] = "first", "second", "third"
+
+    starts = []
+
+    def run_processes(world, job):
+        starts.append(job.parts)
+        if len(starts) == 1:
+            yield {"done": "first", "seconds": 1.0}
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(shards, "_run_processes", run_processes)
+    left_out = []
+    session = SimpleNamespace(
+        result=SimpleNamespace(extra={}),
+        track=iter,
+        leave_out=lambda what, why: left_out.append(what),
+    )
+    with pytest.raises(error) if error else nullcontext():
+        shards._measure(session, 2, Job())
+    assert left_out == ["second", "third"]
+    assert len(starts) == counts
 
 
 @pytest.mark.needs("torch")

@@ -123,9 +123,9 @@ def loop_over_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enabl
     return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recompute", ["nothing", "activations", "layers"])
 @pytest.mark.parametrize("size", ["tiny", "gpt2-tiny"])
-def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomputes, monkeypatch):
+def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recompute, monkeypatch):
     import torch
 
     from scree_bench.training import heads, models
@@ -134,7 +134,7 @@ def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomput
 
     shape = models.SIZES[size]
     rows = Batches(documents, 192, 0).take()
-    plan = Plan(shape, 192, len(rows) + 3, 64, recomputes)
+    plan = Plan(shape, 192, len(rows) + 3, 64, recompute)
     p = models.parameters(shape, "cpu", torch.float32, 0)
     for x in p.values():
         with torch.no_grad():  # no norm of 1 and no bias of 0
@@ -292,8 +292,49 @@ def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path, text):
     assert "\n## Train\n" in written and "train-loss-tokens-cpu.svg" in written
 
 
+def test_parts_of_the_reference_cost_the_least(monkeypatch):
+    from itertools import combinations
+
+    from scree_bench.training import forms, models
+
+    monkeypatch.setattr(forms, "PART_TOKENS", 50)
+    rng = np.random.default_rng(0)
+    rows = [np.arange(n) for n in rng.integers(2, 120, 9)]
+    plan = forms.Plan(models.SIZES["tiny"], 400, len(rows), 120)
+    lengths = sorted((-(-len(row) // 8) * 8 for row in rows), reverse=True)
+    least = math.inf
+    for count in range(len(rows)):
+        for cuts in combinations(range(1, len(rows)), count):
+            sizes = [lengths[a] * (b - a) for a, b in zip((0, *cuts), (*cuts, len(rows)))]
+            if max(sizes) <= plan.total:
+                least = min(least, sum(sizes) + 50 * len(sizes))
+    parts = forms.padded_sorted(plan, rows)
+    assert sum(part.arrays[0].size + 50 for part in parts) == least
+    assert sum(part.targets for part in parts) == sum(len(row) - 1 for row in rows)
+
+
+@pytest.mark.needs("jax", "optax")
+def test_jax_makes_the_same_steps_and_compiles_once(documents):
+    from scree_bench.training import jax_loop, loop, models
+    from scree_bench.training.forms import Plan
+
+    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 192, 24, 64)
+    settings = loop.Settings(plan, "cpu", "fp32", accumulate=1, steps=6, warm_up=2, rate=3e-3)
+    losses = []
+    for make, form in ((loop.Training, "scree"), (jax_loop.JaxTraining, "scree JAX")):
+        training = make(settings, documents, form, False, "chunked")
+        start = training.now()
+        steps = [training.run() for _ in range(6)]
+        training.wait()
+        assert training.seconds(start, steps[-1].end) > 0
+        losses.append([float(step.loss) for step in steps])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][-1] < losses[0][0]
+    assert training._run._cache_size() == 1
+
+
 @pytest.mark.parametrize("form", ["scree", "padded sorted"])
-def test_compiled_form_is_one_graph_for_all_batches(documents, form, monkeypatch):
+def test_compiled_form_does_not_compile_for_each_batch(documents, form, monkeypatch):
     import torch
     import torch._dynamo.utils as dynamo
 
@@ -304,7 +345,7 @@ def test_compiled_form_is_one_graph_for_all_batches(documents, form, monkeypatch
     monkeypatch.setattr(
         torch, "compile", lambda f, **options: compile_it(f, backend="aot_eager", **options)
     )
-    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 256, 24, 64)
+    plan = Plan(models.SIZES["tiny"]._replace(layers=2), 256, 24, 64)
     settings = loop.Settings(plan, "cpu", "amp", 1, steps=8, warm_up=1, rate=1e-3)
     loop.release(compiled=True)
     dynamo.counters.clear()
@@ -313,7 +354,9 @@ def test_compiled_form_is_one_graph_for_all_batches(documents, form, monkeypatch
     )
     for _ in range(4):
         assert compiled.run().loss.item() == pytest.approx(eager.run().loss.item(), rel=1e-3)
-    assert loop.compiled_graphs() == 1 and not dynamo.counters["graph_break"]
+    # The reference compiles a layer and the loss, each for one row or token and for more.
+    assert loop.compiled_graphs() <= (1 if form == "scree" else 4)
+    assert not dynamo.counters["graph_break"]
     loop.release(compiled=True)
 
 
@@ -384,6 +427,50 @@ def test_kernels_belong_to_parts_of_a_step(names, part):
     from scree_bench.training import profile
 
     assert profile.classify(*names) == part
+
+
+def test_times_of_parts_add_up_to_the_time_of_all_kernels():
+    from scree_bench.training.profile import IDLE, Kernel, share
+
+    kernels = [
+        Kernel("nvjet_tst_128x256", (), 1.0, 3.0),
+        # The loss waits on the device until the product ends.
+        Kernel("linear_cross_entropy_kernel", (), 1.5, 3.5),
+        Kernel("elementwise", ("aten::mul", "Optimizer.step#AdamW.step"), 4.0, 6.0),
+        Kernel("rms_norm_kernel", (), 5.0, 5.5),
+    ]
+    expected = {"matrix products": 2.0, "loss": 0.5, IDLE: 0.5, "optimizer": 2.0, "norms": 0.0}
+    assert share(reversed(kernels)) == pytest.approx(expected)
+    assert share([]) == {}
+
+
+def test_ranges_and_calls_of_the_runtime_are_no_kernels():
+    from types import SimpleNamespace
+
+    from torch.autograd import DeviceType
+
+    from scree_bench.training.profile import device_kernels
+
+    def operator(name, number, parent=None):
+        return SimpleNamespace(name=name, id=number, cpu_parent=parent, device_type=DeviceType.CPU)
+
+    def on_device(name, link, start, end):
+        values = {
+            "name": name, "linked_correlation_id": link, "start_ns": start,
+            "end_ns": end, "device_type": DeviceType.CUDA,
+        }  # fmt: skip
+        return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
+
+    outer = operator("optimizer", 1)
+    events = [outer, operator("aten::mul", 7, outer), operator("cudaLaunchKernel", 7)]
+    ran = [on_device("optimizer", 1, 1_000, 9_000), on_device("elementwise", 7, 3_000, 4_000)]
+    results = SimpleNamespace(events=lambda: ran, trace_start_ns=lambda: 1_000)
+    profiler = SimpleNamespace(
+        events=lambda: events, profiler=SimpleNamespace(kineto_results=results)
+    )
+    (kernel,) = device_kernels(profiler)
+    assert kernel.name == "elementwise" and kernel.operators == ("aten::mul", "optimizer")
+    assert (kernel.start, kernel.end) == pytest.approx((2e-6, 3e-6))
 
 
 @pytest.mark.parametrize(

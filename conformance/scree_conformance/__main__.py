@@ -19,7 +19,7 @@ from typing import Any
 import scree
 
 from . import __version__, coverage, fuzz, loopback
-from .backends import LIBRARIES, PARTIAL_LIBRARIES, load
+from .backends import DEVICE_LIBRARIES, LIBRARIES, PARTIAL_LIBRARIES, load
 from .bench import Bench, Rejected
 from .suite import cases
 from .table import Absent
@@ -51,7 +51,7 @@ def run(
     Parameters
     ----------
     backend
-        Name of the library, as in `LIBRARIES` or `PARTIAL_LIBRARIES`.
+        Name of the library, as in the dictionaries of `backends`.
     device
         Device of the arrays, by the library's name for it. None is the library's default.
     kernel
@@ -174,7 +174,7 @@ def _main(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"scree-conformance {__version__}")
     parser.add_argument(
         "--backend",
-        choices=[*LIBRARIES, *PARTIAL_LIBRARIES],
+        choices=[*LIBRARIES, *PARTIAL_LIBRARIES, *DEVICE_LIBRARIES],
         default="numpy",
         help="the library (default: numpy)",
     )

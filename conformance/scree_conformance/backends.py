@@ -316,6 +316,21 @@ def _ndonnx(device: str | None) -> Library:
     )
 
 
+def _cupy(device: str | None) -> Library:
+    import array_api_compat.cupy as xp
+
+    if device not in (None, "cuda"):
+        raise ValueError(f"device: expected 'cuda' for CuPy, got {device!r}")
+    return Library(
+        "cupy",
+        {name: np.dtype(name) for name in _DTYPES if name != "bfloat16"},
+        lambda x, dtype: xp.asarray(x.astype(dtype)),
+        lambda x: _widen(xp.asnumpy(x)),
+        host=False,
+        default_float="float64",
+    )
+
+
 #: Name -> loader. The last library is array-api-strict with every optional feature switched off.
 LIBRARIES: dict[str, Callable[[str | None], Library]] = {
     "numpy": _numpy,
@@ -331,10 +346,13 @@ LIBRARIES: dict[str, Callable[[str | None], Library]] = {
 #: Libraries that lack a part of the standard. Their gaps are known for the first case per operation.
 PARTIAL_LIBRARIES: dict[str, Callable[[str | None], Library]] = {"dask": _dask, "ndonnx": _ndonnx}
 
+#: Libraries that need a GPU.
+DEVICE_LIBRARIES: dict[str, Callable[[str | None], Library]] = {"cupy": _cupy}
+
 
 def load(name: str, device: str | None = None) -> Library:
     """Load the library of this name; raise `ImportError` if it is not installed."""
-    loaders = LIBRARIES | PARTIAL_LIBRARIES
+    loaders = LIBRARIES | PARTIAL_LIBRARIES | DEVICE_LIBRARIES
     if name not in loaders:
         raise ValueError(f"backend: expected one of {', '.join(loaders)}, got {name!r}")
     return loaders[name](device)

@@ -216,5 +216,5 @@ def test_gap_of_extension_covers_its_functions() -> None:
 
 
 def test_load_unknown_library_names_partial_libraries() -> None:
-    with pytest.raises(ValueError, match=r"expected one of .*dask, ndonnx, got 'other'"):
+    with pytest.raises(ValueError, match=r"expected one of .*dask, ndonnx, cupy, got 'other'"):
         backends.load("other")

@@ -62,9 +62,9 @@ def _run(step, programs, parameters, operands, results, aliases):
         if field != 1:
             arguments.append(argument)
             continue
-        # Each parameter has its own buffer, of bytes as long as the tensor of the recording.
+        # Each parameter has its own buffer, as long as the memory of the tensor of the recording.
         buffer = next(buffers)
-        assert buffer.nbytes == argument.numel() * argument.element_size()
+        assert buffer.nbytes == argument.untyped_storage().nbytes()
         buffer.reshape(-1).view(np.uint8)[: dict(fields(content)).get(1, 0)] = 0
         tensor = torch.from_numpy(buffer.reshape(-1).view(np.uint8)).view(argument.dtype)
         arguments.append(tensor)

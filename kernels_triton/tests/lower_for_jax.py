@@ -8,8 +8,10 @@ loop per row.
 import re
 import struct
 import sys
+import warnings
 import zlib
 from functools import partial
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +204,42 @@ def check_shard_map():
     np.testing.assert_allclose(grads, expected_grads, rtol=1e-5, atol=1e-5)
 
 
+def check_automatic_partitioning_is_refused():
+    q, k, v = arrays(4, 32, jnp.float32)
+    refused = "XLA cannot split the Triton kernels between devices"
+    try:
+        jax.jit(lambda *x: attend(*x).values)(q, k, v, offsets(LENGTHS))
+    except ValueError as error:
+        assert refused in str(error), error
+    else:
+        raise AssertionError("automatic partitioning was not refused")
+
+
+def check_kernel_that_does_not_compile():
+    """The loops run on CUDA too, with one warning, and later calls name the reason."""
+    q, k, v = arrays(4, 48, jnp.float32)
+
+    def loss(q, k, v, offsets):
+        return jnp.sum(attend(q, k, v, offsets, causal=True).values)
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    error = RuntimeError("a register is missing")
+    with (
+        patch.object(kernels, "run_recording", side_effect=error),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        traced = gradient.trace(q, k, v, offsets(LENGTHS))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton_kernel_call_ffi" not in text and "while" in text
+    assert sum("a register is missing" in str(x.message) for x in caught) == 1
+    rows = scree.Array(q, offsets(LENGTHS), max_length=max(LENGTHS))
+    qkv = rows, rows.with_values(k), rows.with_values(v)
+    reason = scree.explain("attention", *qkv, causal=True).rejected["triton_jax"]
+    assert "cannot run this kind of call: RuntimeError: a register is missing" in reason, reason
+    assert "triton_jax" not in scree.explain("attention", *qkv).rejected
+
+
 def check_vmap_is_refused():
     q, k, v = arrays(4, 32, jnp.float32)
     batch = jnp.stack([q, q])
@@ -222,13 +260,17 @@ def main():
         kernels.attention
     )
     devices.PLATFORMS = ("cpu",)
-    check_launches(hopper, 64, jnp.bfloat16)
-    check_launches(hopper, 64, jnp.float32)
+    with patch.object(jax, "device_count", lambda: 1):
+        check_launches(hopper, 64, jnp.bfloat16)
+        check_launches(hopper, 64, jnp.float32)
+        if not hopper:
+            check_other_platforms()
+            check_sort()
+            check_vmap_is_refused()
+            check_kernel_that_does_not_compile()
     if not hopper:
-        check_other_platforms()
-        check_sort()
         check_shard_map()
-        check_vmap_is_refused()
+        check_automatic_partitioning_is_refused()
     print("passed")
 
 

@@ -4,6 +4,7 @@ The kernels are compiled for compute capability 9.0, but do not run. On the CPU 
 the standard implementations, from the arrays that the backward kernels read.
 """
 
+import warnings
 from functools import partial
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from test_jax_operations import CASES, arrays_of, offsets_of, xp
 
 import scree
 import scree_triton.jax
-from scree_triton.jax import devices
+from scree_triton.jax import devices, operations
 from scree_triton.runtime.device import Device, describe_meta
 
 #: Case -> kernels of its gradient.
@@ -181,6 +182,26 @@ def check_automatic_partitioning_is_refused():
     assert rejected == "the Triton kernels take arrays on one device"
 
 
+def check_kernels_that_do_not_compile():
+    """Forward and backward pass fall back to the standard path on CUDA, with one warning."""
+    offsets, x, w = inputs_of(CASES["rms_norm"])
+    x, w = x[: sum(CASES["rms_norm"].lengths), :20], w[:20]
+    error = RuntimeError("a register is missing")
+    with (
+        patch.object(operations, "run_recording", side_effect=error),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        traced = jax.jit(jax.grad(partial(rms_norm_loss, kernel=None), (0, 1))).trace(x, w, offsets)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton_kernel_call_ffi" not in text
+    assert sum("a register is missing" in str(x.message) for x in caught) == 1
+    rows = scree.Array(x, offsets, max_length=130)
+    for name, *arguments in (("rms_norm", rows, w), ("softmax", rows)):
+        reason = scree.explain(name, *arguments).rejected["triton_jax"]
+        assert "RuntimeError: a register is missing" in reason, reason
+
+
 def check_refusals():
     """Calls that need functions of PyTorch besides kernels are refused before they are lowered."""
     offsets, x = inputs_of(CASES["cross_entropy"])
@@ -219,6 +240,7 @@ def main():
             check_gradient_on_cpu(name)
         check_transforms()
         check_refusals()
+        check_kernels_that_do_not_compile()
         expected = gradients_of_halves()
     check_shard_map(expected)
     check_automatic_partitioning_is_refused()

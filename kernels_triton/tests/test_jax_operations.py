@@ -3,9 +3,11 @@
 Without a GPU the recorded launches run in Triton's interpreter.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import interpreted_calls
 import jax
@@ -16,6 +18,7 @@ import torch
 
 import scree
 import scree_triton.jax
+from scree_triton.jax import linear_cross_entropy, operations, primitive
 from scree_triton.runtime.device import Device, describe_meta
 from scree_triton.runtime.launch import INTERPRETED
 
@@ -34,6 +37,8 @@ def kernels_for_jax(monkeypatch, isolated_registry):
     else:
         scree.namespace(jnp.zeros(1))
         scree_triton.jax.register()
+    monkeypatch.setattr(operations, "UNAVAILABLE", {})
+    monkeypatch.setattr(primitive, "UNAVAILABLE", operations.UNAVAILABLE)
     # Products of XLA, which GPUs round to TF32 by default.
     with jax.default_matmul_precision("highest"):
         yield
@@ -231,6 +236,50 @@ def compare(actual, expected, tolerance):
     np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=tolerance * scale)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_linear_cross_entropy_matches_a_loop_over_tokens(reduction, parts, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "MIN_TOKENS", 8)
+    monkeypatch.setattr(linear_cross_entropy, "MAX_PARTS", parts)
+    case = CASES["linear_cross_entropy"]
+    arrays, total = arrays_of(case), sum(case.lengths)
+    arrays[0][total:] = np.nan
+    x, w = (torch.tensor(a, requires_grad=True) for a in arrays)
+    labels = np.random.default_rng(2).integers(0, 24, total + TAIL)
+    labels[5:9] = -100
+    target = torch.tensor(labels[:total])
+    loss = torch.nn.functional.cross_entropy(x[:total] @ w.T, target, reduction=reduction)
+    grads = torch.autograd.grad(2 * loss, (x, w))
+
+    @jax.jit
+    def run(offsets, targets, *inputs):
+        def twice(x, w):
+            rows = scree.Array(x, offsets, max_length=max(case.lengths))
+            options = dict(reduction=reduction, kernel="triton_jax")
+            return 2 * scree.linear_cross_entropy(rows, w, rows.with_values(targets), **options)
+
+        return twice(*inputs), jax.grad(twice, (0, 1))(*inputs)
+
+    inputs = [jnp.asarray(a, jnp.float32) for a in arrays]
+    arguments = offsets_of(case.lengths), jnp.asarray(labels, jnp.int32), *inputs
+    assert "scree_kernels_gradient" in str(run.trace(*arguments).jaxpr)
+    value, (dx, dw) = run(*arguments)
+    compare(value, np.asarray(2 * loss.item()), 2e-6)
+    compare(dx, grads[0].numpy(), 2e-5)
+    compare(dw, grads[1].numpy(), 2e-5)
+
+
+def test_linear_cross_entropy_of_no_token_has_no_gradient():
+    x, w = jnp.ones((3, 4)), jnp.ones((5, 4))
+
+    def loss(x, w):
+        targets = jnp.full(3, -100, jnp.int32)
+        return scree.linear_cross_entropy(x, w, targets, kernel="triton_jax")
+
+    assert np.isnan(loss(x, w))
+    assert all((np.asarray(g) == 0).all() for g in jax.grad(loss, (0, 1))(x, w))
+
+
 def cache_problem(q_lengths, kv_lengths, page_size=4):
     """Return queries, pages, the page table and the lengths of a cache of random tokens."""
     random = np.random.default_rng(0)
@@ -301,6 +350,21 @@ def test_append_paged_writes_tokens_and_keeps_its_arguments():
         for token, (row, position) in enumerate([(0, 7), (0, 8), (1, 40)]):
             expected[table[row, position // 4], position % 4] = tokens[token]
         compare(out, expected.astype(np.float64), 2e-6)
+
+
+def test_error_of_a_recording_selects_the_standard_path_once(monkeypatch):
+    recordings = Mock(side_effect=RuntimeError("no such tile"))
+    monkeypatch.setattr(operations, "record", recordings)
+    rows = scree.Array(jnp.ones((9, 5)), offsets_of([4, 5]), max_length=5)
+    with pytest.warns(RuntimeWarning, match="softmax: .* cannot run .* no such tile"):
+        first = scree.softmax(rows).values
+    count = recordings.call_count
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(scree.softmax(rows).values, first)
+    assert recordings.call_count == count
+    compare(first, np.repeat([0.25, 0.2], [4, 5])[:, None].repeat(5, 1), 1e-6)
+    assert "no such tile" in scree.explain("softmax", rows).rejected["triton_jax"]
 
 
 def test_arrays_of_torch_are_rejected_with_a_sentence():

@@ -142,8 +142,13 @@ class Array:
             object.__setattr__(self, "max_length", longest)
         if not lib.is_compiling():
             shard_layout = SHARD_LAYOUTS.get(id(offsets))
-            if shard_layout is not None and shard_layout.total == self.total_length:
+            if (
+                shard_layout is not None
+                and shard_layout.cut is not None
+                and shard_layout.cut.has_tokens(shard_layout, self.total_length)
+            ):
                 self.__dict__["layout"] = shard_layout
+                return
         host = self.layout.host_offsets
         if host is not None:
             self._check(host)

@@ -98,6 +98,10 @@ class RowCut(Protocol):
         """Return the layout of a shard without tracers, for pytrees."""
         return layout
 
+    def has_tokens(self, layout: Layout, count: int) -> bool:
+        """Return whether an array with so many tokens can be a shard on this layout."""
+        return layout.total == count
+
     def run(
         self, operation: Any, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
     ) -> Any:
@@ -109,8 +113,8 @@ class RowCut(Protocol):
         """Call a function of the standard, of some kind, on shards."""
 
 
-#: id of the offsets of a shard -> its layout. An array with the same offsets is a shard too. FSDP2 casts
-#: the inputs of modules by `dataclasses.replace`, which passes only the fields of `Array`.
+#: id of the offsets of a shard -> its layout. An array with the same offsets is a shard too.
+#: `dataclasses.replace`, by which FSDP2 casts the inputs of modules, passes only the fields of `Array`.
 SHARD_LAYOUTS: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 
 

@@ -124,6 +124,16 @@ def test_wrong_arguments_after_a_cached_call_raise(asked: list[Any]) -> None:
     scree.attention(q, q, q, causal=True)
     with pytest.raises(TypeError, match="window"):
         scree.attention(q, q, q, causal=True, window=[1, 2])  # type: ignore[arg-type]
+    # Equal to the options of cached calls, but of another type.
+    scree.attention(q, q, q, causal=True, window=1, scale=1.0, softcap=1.0)
+    valid = {"causal": True, "window": 1, "scale": 1.0, "softcap": 1.0}
+    for wrong in ({"causal": 1}, {"window": True}, {"window": 1.0}, {"scale": True},
+                  {"softcap": True}, {"deterministic": 0}, {"return_lse": 0.0}):  # fmt: skip
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            scree.attention(q, q, q, **(valid | wrong))
+    with pytest.raises(ValueError, match="q: expected values"):
+        turned = q.with_values(torch.randn(2, 5, 8), ragged_dim=1)
+        scree.attention(turned, q, q, causal=True)
     with pytest.raises(TypeError, match="alibi_slopes"):
         scree.attention(q, q, q, causal=True, alibi_slopes=[1.0, 2.0])
     with pytest.raises(TypeError, match="k: expected a ragged array"):
@@ -207,8 +217,8 @@ def test_guards_of_new_arrays_are_bounded(asked: list[Any]) -> None:
     for heads in range(1, 30):
         x = q.with_values(torch.randn(5, heads, 8))
         scree.attention(x, x, x)
-    (kept,) = q.layout.cache.values()
-    assert len(kept) == call_cache.MAX_GUARDS
+    # A list of entries has two keys, one of them for `Operation.recall`.
+    assert all(len(kept) == call_cache.MAX_GUARDS for kept in q.layout.cache.values())
     scree.attention(x, x, x)
     assert len(asked) == 29
 

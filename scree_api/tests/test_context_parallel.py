@@ -139,17 +139,14 @@ def check_heads(mesh: Any, size: int) -> None:
     x = shard(scree.from_lengths(leaves[0][:, :1], lengths), mesh, exchange="heads")
     with pytest.raises(ValueError, match="exchange: expected the number of ranks"):
         scree.attention(x, x, x)
-    # With as many key heads as heads, more than two ranks send less as heads.
-    for kv_heads, is_less in ((16 * size, size > 2), (size, False)):
-        call = AttentionCall(
-            *(
-                scree.from_lengths(torch.zeros(4, h, 8), [4])
-                for h in (16 * size, kv_heads, kv_heads)
-            ),
-            causal=True,
-        )
-        cut: Any = shard(scree.from_lengths(torch.zeros(4096), [4096]), mesh).layout.cut
-        assert cut.exchanges_heads(call) == is_less
+    # By default the cost model chooses.
+    heads_of_call = 16 * size, size, size
+    call = AttentionCall(
+        *(scree.from_lengths(torch.zeros(4, h, 8), [4]) for h in heads_of_call), causal=True
+    )
+    for length in (64, 131_072):
+        cut: Any = shard(scree.from_lengths(torch.zeros(length), [length]), mesh).layout.cut
+        assert cut.exchanges_heads(call) == (length > 64)
 
 
 def check_functions(mesh: Any, seed: int) -> None:

@@ -1,5 +1,6 @@
 """Shards on 8 virtual devices of JAX have the results and the gradients of whole rows."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -115,6 +116,17 @@ def check() -> None:
     ):
         with pytest.raises(error, match=message):
             jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(part)
+
+    # `dataclasses.replace` keeps the cut, outside and inside of `jax.shard_map`.
+    assert dataclasses.replace(part, values=part.values * 2).layout is part.layout
+
+    def double(y: Any) -> Any:
+        z = dataclasses.replace(y * 2, values=y.values * 2)
+        assert z.layout.cut is not None
+        return jax.lax.pmean(scree.namespace(z).sum(z, axis=1), "cp")
+
+    mapped = jax.shard_map(double, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    np.testing.assert_allclose(mapped(part)[0], 2 * jnp.sum(x.values, 0), rtol=1e-4)
 
     # One cut of the device serves all operations of a trace; results of a trace have the cut of all.
     cuts = set()

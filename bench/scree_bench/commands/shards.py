@@ -158,10 +158,17 @@ def _measure(session: Session, world: int, job: Any) -> None:
                     _add(session, world, line)
                     if line.get("done") == part:
                         break
+                else:
+                    raise RuntimeError("the processes ended before the part did")
             # The results before the error are kept, and the error is listed with them.
             except Exception as error:
                 session.leave_out(part, " ".join(str(error).split())[-300:])
                 lines = None
+            except KeyboardInterrupt:
+                session.leave_out(part, "interrupted; its results may be incomplete")
+                for name in job.parts[i + 1 :]:
+                    session.leave_out(name, "interrupted before its start")
+                raise
     # An interrupt must end the processes too.
     finally:
         if lines is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -20,8 +21,9 @@ from ..results import OK, Result, Row, Table, unit
 from ..session import Session
 from ..training import heads, profile
 from ..training.forms import FORMS, REFERENCE, Plan, unavailable
+from ..training.jax_loop import JaxTraining
 from ..training.loop import PRECISIONS, Settings, Training, compiled_graphs, release
-from ..training.models import SIZES
+from ..training.models import RECOMPUTE, SIZES
 from ..training.text import Batches, Documents, load, save
 
 #: Peak of products in bfloat16 without sparsity, as the vendor states it.
@@ -107,8 +109,11 @@ def command(
         float, typer.Option(min=0, help="Largest norm of the gradient; 0: none.")
     ] = 1.0,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compute activations again in the backward pass.")
-    ] = False,
+        str,
+        typer.Option(
+            help=f"What the backward pass computes again, to save memory: {', '.join(RECOMPUTE)}."
+        ),
+    ] = "nothing",
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Folder for checkpoints of the loss curves; a run resumes from it."),
@@ -127,7 +132,8 @@ def command(
 
     All contenders start from the same weights and get the same documents in the same order. Every
     contender makes a few timed steps. With --steps, scree and length-sorted padding also train
-    for that many steps, for the curves of their losses. Memory that runs out is a result.
+    for that many steps, for the curves of their losses. Memory that runs out is a result. The steps
+    of JAX are timed by the clock of the host, and their memory includes what its compiler tries out.
 
     MFU counts 6 operations per parameter and real token, and attention of real pairs. Neither
     padding nor recomputation counts. The peak is 989 TFLOP/s on H100 and H200, or else the measured
@@ -137,8 +143,11 @@ def command(
         for module in ("torch", "tokenizers"):
             if find_spec(module) is None:
                 return session.leave_out("train", f"needs {module}, which is not installed")
+        # By default JAX reserves three quarters of the GPU's memory, which PyTorch needs too.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         cuda = session.device == "cuda"
         size = _one(size or ("124m" if cuda else "tiny"), "--size", SIZES)
+        recompute = _one(recompute, "--recompute", RECOMPUTE)
         precision = _one(precision or ("amp" if cuda else "fp32"), "--precision", PRECISIONS)
         head = heads.choose(_one(loss, "--loss", ("auto", *heads.HEADS)), session.device)
         with_curve = parse_words(curves, "--curves", FORMS)
@@ -186,8 +195,10 @@ def command(
         runs = []
         for name in FORMS if "all" in names else names:
             form, mode = _MODES_OF.get(name, (name, ""))
-            if reason := unavailable(FORMS[form], session.device):
+            if reason := unavailable(FORMS[form], shape, session.device):
                 session.leave_out(form, reason)
+            elif FORMS[form].on_jax:
+                runs.append((form, "compiled"))
             else:
                 runs += [(form, x) for x in ([mode] if mode else selected)]
         if timed:
@@ -240,15 +251,16 @@ class _Run:
         self.session, self.settings = session, settings
         self.who = f"{form}, compiled" if MODES[mode] else form
         self.arguments = (settings, documents, form, MODES[mode], head)
+        self.on_jax = FORMS[form].on_jax
+
+    def _start(self) -> Training | JaxTraining:
+        return JaxTraining(*self.arguments) if self.on_jax else Training(*self.arguments)
 
     def time(self, case: dict[str, Any], timed: int, profiled: bool) -> None:
         """Add the seconds of the timed steps, the rate of real tokens, and the peak of memory."""
         row = self.session.row(case, self.who)
-        cuda = self.session.device == "cuda"
         try:
-            training, begin = Training(*self.arguments), perf_counter()
-            if cuda:
-                training.torch.cuda.reset_peak_memory_stats()
+            training, begin = self._start(), perf_counter()
             with time_limit(self.session.patience):
                 first = training.run()
                 row.values["first_loss_value"] = float(first.loss)
@@ -258,8 +270,7 @@ class _Run:
                 step = training.run()
             row.values["warm_loss_value"] = float(step.loss)
             training.wait()
-            if cuda:
-                training.torch.cuda.reset_peak_memory_stats()
+            training.reset_peak()
             spans: list[tuple[Any, Any]] = []
             flops: list[float] = []
             end = training.now()
@@ -278,9 +289,9 @@ class _Run:
             finally:
                 training.wait()
                 self._add_times(row, training, spans, flops)
-            if cuda:
-                row.values["peak_bytes"] = training.torch.cuda.max_memory_allocated()
-            if profiled:
+            if (peak_bytes := training.peak_bytes()) is not None:
+                row.values["peak_bytes"] = peak_bytes
+            if profiled and isinstance(training, Training):
                 label = f"{case['size']}, {self.who}"
                 self.session.result.extra["profiles"][label] = profile.breakdown(training)
         # A failure, such as a lack of memory, is a result; the other contenders still run.
@@ -292,7 +303,11 @@ class _Run:
         self.session.save()
 
     def _add_times(
-        self, row: Row, training: Training, spans: Sequence[tuple[Any, Any]], flops: Sequence[float]
+        self,
+        row: Row,
+        training: Training | JaxTraining,
+        spans: Sequence[tuple[Any, Any]],
+        flops: Sequence[float],
     ) -> None:
         seconds = [training.seconds(*span) for span in spans]
         if seconds:
@@ -316,7 +331,7 @@ class _Run:
         losses: list[float] = []
         times: list[tuple[int, float]] = []
         try:
-            training = Training(*self.arguments)
+            training = self._start()
             seconds_before = 0.0
             if folder is not None:
                 losses, seconds_before = training.resume(folder)

@@ -7,6 +7,7 @@ a fixed number of tokens and of rows; rows that a batch does not need are empty.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ from .heads import Head
 from .models import Attend, Size
 from .text import labels
 
+#: Tokens whose computation takes as long as a part of a padded batch takes besides its tokens:
+#: casts of all weights, sums of all gradients, and the host.
+PART_TOKENS = 2048
+
 
 class Plan(NamedTuple):
     """Settings that the arrays of all batches share."""
@@ -31,8 +36,10 @@ class Plan(NamedTuple):
     total: int
     max_rows: int
     context: int
-    #: Whether the backward pass computes the activations of the layers again.
-    recomputes: bool = False
+    #: What the backward pass computes again: one of `models.RECOMPUTE`.
+    recompute: str = "nothing"
+    #: Whether a form whose shapes change compiles its layers, once for all layers.
+    compiles_layers: bool = False
 
 
 class Part(NamedTuple):
@@ -55,6 +62,8 @@ class Form(NamedTuple):
     #: Modules that must be importable, and whether it runs on CUDA devices only.
     modules: tuple[str, ...] = ()
     needs_cuda: bool = False
+    #: Whether it runs on JAX, always compiled. Then `make_loss` is unused: see `jax_loop`.
+    on_jax: bool = False
 
 
 # --- arrays ---
@@ -101,26 +110,52 @@ def windows(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
     return parts
 
 
-def padded(plan: Plan, rows: list[np.ndarray], max_tokens: int = 0) -> list[Part]:
-    """Return padded tokens and labels, in parts of at most `max_tokens` tokens with padding.
-
-    The default is the tokens of the batch. Lengths are rounded up to a multiple of 8.
-    """
-    max_tokens = max(max_tokens or plan.total, plan.context)
+def padded(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
+    """Return padded tokens and labels, in parts of at most the tokens of the batch with padding."""
     groups: list[list[np.ndarray]] = [[]]
     longest = 0
     for row in rows:
-        length = max(longest, -(-len(row) // 8) * 8)
-        if groups[-1] and length * (len(groups[-1]) + 1) > max_tokens:
+        longest = max(longest, _rounded(len(row)))
+        if groups[-1] and longest * (len(groups[-1]) + 1) > plan.total:
             groups.append([])
-            length = -(-len(row) // 8) * 8
+            longest = _rounded(len(row))
         groups[-1].append(row)
-        longest = length
+    return _padded_parts(groups)
+
+
+def padded_sorted(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
+    """Return parts of documents of similar lengths, whose number costs the least.
+
+    A part costs its tokens with padding, and `PART_TOKENS`.
+    """
+    rows = sorted(rows, key=len, reverse=True)
+    # The least cost of the first rows, and the row at which their last part begins.
+    costs, begins = [0], [0]
+    for end in range(1, len(rows) + 1):
+        options = [
+            (costs[i] + _rounded(len(rows[i])) * (end - i) + PART_TOKENS, i)
+            for i in range(end)
+            if i == end - 1 or _rounded(len(rows[i])) * (end - i) <= plan.total
+        ]
+        cost, begin = min(options)
+        costs.append(cost)
+        begins.append(begin)
+    groups, end = [], len(rows)
+    while end:
+        groups.append(rows[begins[end] : end])
+        end = begins[end]
+    return _padded_parts(groups[::-1])
+
+
+def _rounded(length: int) -> int:
+    """Return a length rounded up to a multiple of 8."""
+    return -(-length // 8) * 8
+
+
+def _padded_parts(groups: list[list[np.ndarray]]) -> list[Part]:
     parts = []
     for group in groups:
-        longest = -(-max(map(len, group)) // 8) * 8
-        # The compiler treats a size of one as another function, so there are at least two rows.
-        ids = np.zeros((max(2, len(group)), longest), np.int64)
+        ids = np.zeros((len(group), _rounded(max(map(len, group)))), np.int64)
         targets = np.full(ids.shape, IGNORED)
         for i, row in enumerate(group):
             ids[i, : len(row)], targets[i, : len(row) - 1] = row, row[1:]
@@ -128,17 +163,12 @@ def padded(plan: Plan, rows: list[np.ndarray], max_tokens: int = 0) -> list[Part
     return [part for part in parts if part.targets]
 
 
-def padded_sorted(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
-    """Return parts of documents of similar lengths, each a quarter of the tokens of the batch."""
-    return padded(plan, sorted(rows, key=len, reverse=True), plan.total // 4)
-
-
 # --- losses ---
 def ragged_loss(plan: Plan, head: Head) -> Loss:
     """Return the loss on scree; its own linear cross-entropy takes the place of `head`."""
 
     def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any) -> Any:
-        x = models.ragged(p, plan.size, ids, offsets, plan.context, plan.recomputes)
+        x = models.ragged(p, plan.size, ids, offsets, plan.context, plan.recompute)
         return scree.linear_cross_entropy(
             x, p["embedding"], x.with_values(targets), ignore_index=IGNORED
         )
@@ -146,11 +176,21 @@ def ragged_loss(plan: Plan, head: Head) -> Loss:
     return loss
 
 
+def _plain_layer(plan: Plan, attend: Attend) -> Callable[..., Any]:
+    return partial(models.plain_layer, plan.size, attend, plan.recompute == "activations")
+
+
+def _plain(
+    plan: Plan, p: dict[str, Any], ids: Any, positions: Any, run_layer: Callable[..., Any]
+) -> Any:
+    return models.plain(p, plan.size, ids, positions, run_layer, plan.recompute == "layers")
+
+
 def _varlen_loss(make_attend: Callable[[Plan, Any], Attend]) -> Callable[[Plan, Head], Loss]:
     def make_loss(plan: Plan, head: Head) -> Loss:
         def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any, positions: Any) -> Any:
-            attend = make_attend(plan, offsets)
-            x = models.plain(p, plan.size, ids, positions, attend, plan.recomputes)
+            run_layer = _plain_layer(plan, make_attend(plan, offsets))
+            x = _plain(plan, p, ids, positions, run_layer)
             return head(x, p["embedding"], targets)
 
         return loss
@@ -229,9 +269,20 @@ def dense_loss(plan: Plan, head: Head) -> Loss:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
         return out.transpose(1, 2)
 
+    layer = _plain_layer(plan, attend)
+    run_layer: Callable[..., Any] = layer
+    if plan.compiles_layers:
+        compiled = torch.compile(lambda *arguments: layer(*arguments))
+
+        def run_layer(weights: Any, x: Any, *angles: Any) -> Any:
+            torch._dynamo.maybe_mark_dynamic(x, [0, 1])
+            for angle in angles:
+                torch._dynamo.maybe_mark_dynamic(angle, 0)
+            return compiled(weights, x, *angles)
+
     def loss(p: dict[str, Any], ids: Any, targets: Any) -> Any:
         positions = torch.arange(ids.shape[1], device=ids.device)
-        x = models.plain(p, plan.size, ids, positions, attend, plan.recomputes)
+        x = _plain(plan, p, ids, positions, run_layer)
         return head(x, p["embedding"], targets)
 
     return loss
@@ -257,7 +308,7 @@ def flex_loss(plan: Plan, head: Head) -> Loss:
             out = attention(q, k, v, block_mask=mask, enable_gqa=is_grouped)
             return out[0].transpose(0, 1)
 
-        x = models.plain(p, plan.size, ids, positions, attend, plan.recomputes)
+        x = _plain(plan, p, ids, positions, _plain_layer(plan, attend))
         return head(x, p["embedding"], targets)
 
     return loss
@@ -266,6 +317,7 @@ def flex_loss(plan: Plan, head: Head) -> Loss:
 #: Name -> form, scree first. The reference of the loss curves is "padded sorted".
 FORMS: dict[str, Form] = {
     "scree": Form(packed, ragged_loss),
+    "scree JAX": Form(packed, ragged_loss, modules=("jax", "optax"), on_jax=True),
     "padded": Form(padded, dense_loss, changes_shape=True),
     "padded sorted": Form(padded_sorted, dense_loss, changes_shape=True),
     "windows": Form(windows, dense_loss),
@@ -288,9 +340,18 @@ FORMS: dict[str, Form] = {
 REFERENCE = "padded sorted"
 
 
-def unavailable(form: Form, device: str) -> str | None:
+def unavailable(form: Form, size: Size, device: str) -> str | None:
     """Return the reason why a form cannot run, or None."""
     if form.needs_cuda and device != "cuda":
         return "runs on CUDA devices only"
+    if form.on_jax and size.positions:
+        return "is a Llama only"
     absent = [module for module in form.modules if not importable(module)]
-    return f"{' and '.join(absent)} cannot be imported" if absent else None
+    if absent:
+        return f"{' and '.join(absent)} cannot be imported"
+    if form.on_jax:
+        import jax
+
+        if jax.default_backend() != {"cuda": "gpu"}.get(device, device):
+            return f"JAX runs on {jax.default_backend()} here"
+    return None

@@ -14,9 +14,26 @@ Head = Callable[[Any, Any, Any], Any]
 MAX_LOGITS = 1 << 28
 
 
-def chunked() -> Head:
-    """Return a loss of chunks of tokens, with the gradients in the same pass."""
+def chunked(compiles: bool = False) -> Head:
+    """Return a loss of chunks of tokens, with the gradients in the same pass.
+
+    With `compiles`, the functions of each chunk's logits are compiled, for any number of tokens.
+    """
     import torch
+
+    def differentiate(logits: Any, targets: Any, count: Any) -> tuple[Any, Any]:
+        """Return the sum of the losses of a chunk, and the gradient of its logits."""
+        dtype, logits = logits.dtype, logits.float()
+        is_target = (targets != IGNORED)[:, None]
+        index = targets.clamp(min=0)[:, None]
+        lse = logits.logsumexp(1, keepdim=True)
+        loss = ((lse - logits.gather(1, index)) * is_target).sum()
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        slope = (logits - lse).exp() - (classes == index).float()
+        return loss, (slope * (is_target / count)).to(dtype)
+
+    if compiles:
+        differentiate = torch.compile(differentiate)
 
     class ChunkedCrossEntropy(torch.autograd.Function):
         """The loss and its gradients, chunk by chunk of the tokens, in the forward pass."""
@@ -28,16 +45,14 @@ def chunked() -> Head:
             dweight = torch.zeros(weight.shape, device=x.device)
             dx = []
             for chunk, targets in zip(x.split(size), labels.split(size), strict=True):
-                is_target = (targets != IGNORED)[:, None]
-                index = targets.clamp(min=0)[:, None]
-                logits = (chunk @ weight.T).float()
-                lse = logits.logsumexp(1, keepdim=True)
-                loss = loss + ((lse - logits.gather(1, index)) * is_target).sum()
-                classes = torch.arange(weight.shape[0], device=x.device)
-                slope = (logits - lse).exp() - (classes == index).float()
-                slope = (slope * (is_target / count)).to(x.dtype)
+                logits = chunk @ weight.T
+                if compiles:
+                    torch._dynamo.maybe_mark_dynamic(logits, 0)
+                    torch._dynamo.maybe_mark_dynamic(targets, 0)
+                chunk_loss, slope = differentiate(logits, targets, count)
+                loss = loss + chunk_loss
                 dx.append(slope @ weight)
-                dweight = dweight + slope.T @ chunk
+                dweight += slope.T @ chunk
             ctx.save_for_backward(torch.cat(dx), dweight.to(weight.dtype))
             return loss / count
 
@@ -53,19 +68,20 @@ def chunked() -> Head:
     return loss
 
 
-def full() -> Head:
+def full(compiles: bool = False) -> Head:
     """Return the loss from all logits at once."""
+    import torch
     import torch.nn.functional as F  # noqa: N812
 
     def loss(x: Any, weight: Any, labels: Any) -> Any:
         logits = (x @ weight.T).float().flatten(0, -2)
         return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED)
 
-    return loss
+    return torch.compile(loss, dynamic=True) if compiles else loss
 
 
-def liger() -> Head:
-    """Return Liger's fused linear cross-entropy."""
+def liger(compiles: bool = False) -> Head:
+    """Return Liger's fused linear cross-entropy, which is never compiled."""
     import torch
     from liger_kernel.transformers.fused_linear_cross_entropy import (
         LigerFusedLinearCrossEntropyLoss,
@@ -76,7 +92,7 @@ def liger() -> Head:
     return lambda x, weight, labels: run(weight, x.flatten(0, -2), labels.flatten())
 
 
-HEADS: dict[str, Callable[[], Head]] = {"liger": liger, "chunked": chunked, "full": full}
+HEADS: dict[str, Callable[..., Head]] = {"liger": liger, "chunked": chunked, "full": full}
 
 
 def choose(name: str, device: str) -> str:

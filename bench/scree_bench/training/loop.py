@@ -65,23 +65,21 @@ class Step(NamedTuple):
 def make_loss(plan: Plan, form: str, compiled: bool, head: str, precision: str) -> Loss:
     """Return ``loss(parameters, *arrays)``, which casts the parameters for the products.
 
-    Runs with other seeds share the function, so that it compiles once.
+    Runs with other seeds share the function, so that it compiles once. A form whose shapes change
+    compiles one layer instead of the whole model, because a model of dynamic shapes takes minutes.
     """
     import torch
 
-    loss = FORMS[form].make_loss(plan, HEADS[head]())
+    by_layer = compiled and FORMS[form].changes_shape
+    loss = FORMS[form].make_loss(plan._replace(compiles_layers=by_layer), HEADS[head](by_layer))
     dtype = getattr(torch, PRECISIONS[precision][1])
 
     def run(p: dict[str, Any], *arrays: Any) -> Any:
         return loss({name: x.to(dtype) for name, x in p.items()}, *arrays)
 
-    if not compiled:
+    if not compiled or by_layer:
         return run
-    import torch._dynamo.config as dynamo
-
-    dynamo.recompile_limit = 64
-    # With `dynamic=True` the sizes of the model would be symbols too.
-    compiled_loss: Loss = torch.compile(run, dynamic=None if FORMS[form].changes_shape else False)
+    compiled_loss: Loss = torch.compile(run, dynamic=False)
     return compiled_loss
 
 
@@ -161,8 +159,6 @@ class Training:
         tensor = self.torch.from_numpy(x)
         if self.settings.device == "cuda":
             tensor = tensor.pin_memory().to("cuda", non_blocking=True)
-        if self.form.changes_shape:
-            self.torch._dynamo.maybe_mark_dynamic(tensor, [*range(tensor.ndim)])
         return tensor
 
     def now(self) -> Any:
@@ -183,6 +179,17 @@ class Training:
         """Wait until the device is idle."""
         if self.settings.device == "cuda":
             self.torch.cuda.synchronize()
+
+    def reset_peak(self) -> None:
+        """Count the peak of memory from now on."""
+        if self.settings.device == "cuda":
+            self.torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak of memory, or None on the CPU."""
+        if self.settings.device != "cuda":
+            return None
+        return int(self.torch.cuda.max_memory_allocated())
 
     # --- checkpoints ---
     def _state(self, losses: list[float], seconds: float) -> dict[str, Any]:

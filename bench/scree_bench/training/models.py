@@ -15,6 +15,9 @@ import scree
 
 #: ``attend(q, k, v)`` on (..., heads, dim).
 Attend = Callable[[Any, Any, Any], Any]
+#: What the backward pass computes again: nothing; the activations of the feed-forward networks, with
+#: values copied out of the product that they are views of; or whole layers.
+RECOMPUTE = "nothing", "activations", "layers"
 
 
 class Size(NamedTuple):
@@ -99,19 +102,19 @@ def flops(size: Size, lengths: list[int]) -> float:
 
 
 def ragged(
-    p: dict[str, Any], size: Size, ids: Any, offsets: Any, longest: int, recomputes: bool
+    p: dict[str, Any], size: Size, ids: Any, offsets: Any, longest: int, recompute: str
 ) -> scree.Array:
     """Return the hidden states of packed documents, on scree."""
     # One layout for all layers, as kernels cache in it the data that they derive from the offsets.
     tokens = scree.from_cu_seqlens(ids, offsets, max_length=longest)
-    return hidden_states(p, size, tokens, recomputes)
+    return hidden_states(p, size, tokens, recompute)
 
 
 def hidden_states(
     p: dict[str, Any],
     size: Size,
     tokens: scree.Array,
-    recomputes: bool = False,
+    recompute: str = "nothing",
     layers: Sequence[Callable[..., Any]] | None = None,
 ) -> scree.Array:
     """Return the hidden states of ragged token ids, which may be a shard of a batch.
@@ -124,18 +127,22 @@ def hidden_states(
         The size of the model.
     tokens
         (n, None) int64 token ids.
-    recomputes
-        Whether the backward pass recomputes the activations of each block.
+    recompute
+        One of `RECOMPUTE`.
     layers
         One function per layer with the arguments (tokens, branch, residual) of `layer`. By default
-        `layer` with the parameters `p`.
+        `layer` with the parameters `p` and with `recompute`.
     """
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 
     array = tokens.with_values
     if layers is None:
-        layers = [partial(layer, layer_parameters(p, i), size) for i in range(size.layers)]
+        recomputes = recompute == "activations"
+        layers = [
+            partial(layer, layer_parameters(p, i), size, recomputes=recomputes)
+            for i in range(size.layers)
+        ]
     x, y = scree.gather(p["embedding"], tokens).values, None
     if size.positions:
         x = x + F.embedding(scree.positions(tokens), p["positions"])
@@ -145,7 +152,7 @@ def hidden_states(
         y, x = run(tokens, None, x)
         return x + y
 
-    if recomputes:
+    if recompute == "layers":
         for run in layers:
             x = checkpoint(add_layer, run, x, use_reentrant=False)
         return _norm(p, size, "norm", array(x))
@@ -161,15 +168,25 @@ def layer_parameters(p: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def layer(
-    p: dict[str, Any], size: Size, tokens: scree.Array, branch: Any, residual: Any
+    p: dict[str, Any],
+    size: Size,
+    tokens: scree.Array,
+    branch: Any,
+    residual: Any,
+    recomputes: bool = False,
 ) -> tuple[Any, Any]:
     """Return the branch and the residual after a layer; each is added by the next norm.
 
-    `p` has the parameters of the layer. The branch is None before the first layer.
+    `p` has the parameters of the layer. The branch is None before the first layer. With `recomputes`
+    the backward pass computes the activations again.
     """
     import torch.nn.functional as F  # noqa: N812
 
     array = tokens.with_values
+
+    def down(up: Any) -> Any:
+        x = F.gelu(up, approximate="tanh") if size.positions else scree.swiglu(up)
+        return product(x, "down")
 
     def product(x: Any, name: str) -> Any:
         if not size.positions:
@@ -185,12 +202,22 @@ def layer(
     q, k, v = scree.split(array(qkv), (size.heads, size.kv_heads, size.kv_heads), axis=2)
     if not size.positions:
         q, k = scree.rope(q, k)
+        if recomputes:
+            # As a view it would keep the product, which has the queries and keys too.
+            v = array(v.values.contiguous())
     a = scree.attention(q, k, v, causal=True)
     a = a.with_values(product(a.values.flatten(1), "out"))
     y, x = _norm(p, size, "norm2", a, x)
-    up = product(y.values, "up")
-    up = F.gelu(up, approximate="tanh") if size.positions else scree.swiglu(up)
-    return product(up, "down"), x.values
+    return _call(down, product(y.values, "up"), recomputes), x.values
+
+
+def _call(run: Callable[[Any], Any], x: Any, recomputes: bool) -> Any:
+    """Return ``run(x)``, of which the backward pass keeps only `x` if it `recomputes` the rest."""
+    from torch.utils.checkpoint import checkpoint
+
+    if not recomputes:
+        return run(x)
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
 def _norm(
@@ -203,40 +230,21 @@ def _norm(
 
 
 def plain(
-    p: dict[str, Any], size: Size, ids: Any, positions: Any, attend: Attend, recomputes: bool
+    p: dict[str, Any],
+    size: Size,
+    ids: Any,
+    positions: Any,
+    run_layer: Callable[..., Any],
+    recomputes: bool,
 ) -> Any:
-    """Return the hidden states of tokens of any shape, in PyTorch's own functions."""
+    """Return the hidden states of tokens of any shape, in PyTorch's own functions.
+
+    `run_layer` is `plain_layer` with its first arguments, or its compiled form. With `recomputes` the
+    backward pass computes whole layers again.
+    """
     import torch
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
-
-    def norm(x: Any, name: str) -> Any:
-        if size.positions:
-            return F.layer_norm(x, (size.width,), p[name], p[f"{name}.bias"], size.eps)
-        return F.rms_norm(x, (size.width,), p[name], size.eps)
-
-    def product(x: Any, name: str) -> Any:
-        if not size.positions:
-            return x @ p[name]
-        return F.linear(x, p[name].T, p[f"{name}.bias"])
-
-    def rotate(x: Any, cos: Any, sin: Any) -> Any:
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-
-    def layer(i: int, x: Any, *angles: Any) -> Any:
-        qkv = product(norm(x, f"{i}.norm1"), f"{i}.qkv").unflatten(-1, (-1, size.dim))
-        q, k, v = qkv.split([size.heads, size.kv_heads, size.kv_heads], -2)
-        if angles:
-            q, k = rotate(q, *angles), rotate(k, *angles)
-        x = x + product(attend(q, k, v).flatten(-2), f"{i}.out")
-        up = product(norm(x, f"{i}.norm2"), f"{i}.up")
-        if size.positions:
-            up = F.gelu(up, approximate="tanh")
-        else:
-            gate, up = up.chunk(2, -1)
-            up = F.silu(gate) * up
-        return x + product(up, f"{i}.down")
 
     x = F.embedding(ids, p["embedding"])
     angles: tuple[Any, ...] = ()
@@ -248,8 +256,53 @@ def plain(
         angle = positions.float()[..., None, None] * steps.exp()
         angles = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     for i in range(size.layers):
+        arguments = layer_parameters(p, i), x, *angles
         if recomputes:
-            x = checkpoint(layer, i, x, *angles, use_reentrant=False)
+            x = checkpoint(run_layer, *arguments, use_reentrant=False)
         else:
-            x = layer(i, x, *angles)
-    return norm(x, "norm")
+            x = run_layer(*arguments)
+    return _plain_norm(p, size, "norm", x)
+
+
+def plain_layer(
+    size: Size, attend: Attend, recomputes: bool, p: dict[str, Any], x: Any, *angles: Any
+) -> Any:
+    """Return the hidden states after a layer with the parameters `p`, from `x` (..., width).
+
+    With `recomputes` the backward pass computes the activations again.
+    """
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    def product(x: Any, name: str) -> Any:
+        if not size.positions:
+            return x @ p[name]
+        return F.linear(x, p[name].T, p[f"{name}.bias"])
+
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+    def down(up: Any) -> Any:
+        if size.positions:
+            return product(F.gelu(up, approximate="tanh"), "down")
+        gate, up = up.chunk(2, -1)
+        return product(F.silu(gate) * up, "down")
+
+    qkv = product(_plain_norm(p, size, "norm1", x), "qkv").unflatten(-1, (-1, size.dim))
+    q, k, v = qkv.split([size.heads, size.kv_heads, size.kv_heads], -2)
+    if angles:
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        if recomputes:
+            v = v.contiguous()
+    x = x + product(attend(q, k, v).flatten(-2), "out")
+    up = product(_plain_norm(p, size, "norm2", x), "up")
+    return x + _call(down, up, recomputes)
+
+
+def _plain_norm(p: dict[str, Any], size: Size, name: str, x: Any) -> Any:
+    import torch.nn.functional as F  # noqa: N812
+
+    if size.positions:
+        return F.layer_norm(x, (size.width,), p[name], p[f"{name}.bias"], size.eps)
+    return F.rms_norm(x, (size.width,), p[name], size.eps)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from .loop import Training
 
@@ -39,12 +39,42 @@ def classify(*names: str) -> str:
     return OTHER
 
 
+class Kernel(NamedTuple):
+    """A kernel or a copy on the device: its name, its operators, and its start and end.
+
+    The operators are those around its launch, innermost first.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    start: float
+    end: float
+
+
+def share(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Return the seconds of each part of a step, and the seconds in which no kernel runs.
+
+    Kernels overlap where one waits on the device for the kernel before it. That time belongs to
+    the kernel that started first, so that all parts add up to the time from the first start to the
+    last end.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    busy_until = None
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        if busy_until is None:
+            busy_until = kernel.start
+        seconds[IDLE] += max(0.0, kernel.start - busy_until)
+        part = classify(kernel.name, *kernel.operators)
+        seconds[part] += max(0.0, kernel.end - max(kernel.start, busy_until))
+        busy_until = max(busy_until, kernel.end)
+    return seconds
+
+
 def breakdown(training: Training) -> dict[str, float]:
     """Return the seconds per step of each part, and the seconds in which the device waits.
 
     On the CPU the seconds are the operators' own.
     """
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     cuda = training.settings.device == "cuda"
@@ -54,27 +84,35 @@ def breakdown(training: Training) -> dict[str, float]:
         for _ in range(STEPS):
             training.run()
         training.wait()
-    seconds: dict[str, float] = defaultdict(float)
-    # Kernel -> its seconds that no operator launched, such as Triton kernels of eager code.
-    unassigned: dict[str, float] = defaultdict(float)
-    start, end = math.inf, 0.0  # of the kernels; the wait for the first one is not of a step
-    for event in profiler.events():
-        if not cuda:
-            seconds[classify(*_names(event))] += event.self_cpu_time_total / 1e6
-        elif event.device_type == DeviceType.CUDA:
-            if not getattr(event, "is_user_annotation", False):
-                start, end = min(start, event.time_range.start), max(end, event.time_range.end)
-                unassigned[event.name] += event.time_range.elapsed_us() / 1e6
-        else:
-            for kernel in event.kernels:
-                seconds[classify(kernel.name, *_names(event))] += kernel.duration / 1e6
-                unassigned[kernel.name] -= kernel.duration / 1e6
-    for name, left in unassigned.items():
-        seconds[classify(name)] += max(0.0, left)
     if cuda:
-        seconds[IDLE] = max(0.0, (end - start) / 1e6 - sum(seconds.values()))
+        seconds = share(device_kernels(profiler))
+    else:
+        seconds = defaultdict(float)
+        for event in profiler.events():
+            seconds[classify(*_names(event))] += event.self_cpu_time_total / 1e6
     order = [*PARTS, OTHER, IDLE]
     return {part: seconds[part] / STEPS for part in order if part in seconds}
+
+
+def device_kernels(profiler: Any) -> Iterator[Kernel]:
+    """Yield what ran on the device, each kernel and each copy once."""
+    from torch.autograd import DeviceType
+
+    operators, names = {}, set()
+    for event in profiler.events():
+        if event.device_type == DeviceType.CPU:
+            names.add(event.name)
+            # Calls of the CUDA runtime have numbers of their own, which other operators have too.
+            if not re.match("cu(da)?[A-Z]", event.name):
+                operators[event.id] = event
+    trace = profiler.profiler.kineto_results
+    origin = trace.trace_start_ns()
+    for event in trace.events():
+        # The ranges of record_function appear on the device too, with their name.
+        if event.device_type() == DeviceType.CUDA and event.name() not in names:
+            around = _names(operators.get(event.linked_correlation_id()))
+            start, end = ((ns - origin) / 1e9 for ns in (event.start_ns(), event.end_ns()))
+            yield Kernel(event.name(), tuple(around), start, end)
 
 
 def _names(event: Any) -> list[str]:

@@ -42,6 +42,8 @@ from .tile_configs import SHORT_SEQLEN
 from .tile_scheduler import FIELDS, UNBOUNDED, max_tiles, schedule_tiles
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: Bound once, because a class method is bound anew at every call.
+_from_layout = scree.Array.from_layout
 _MAX_ROWS = 1 << 24
 _MAX_TOKENS = 1 << 26
 
@@ -163,43 +165,45 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         return prepare_decoding(call, spec)
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
     is_float32 = call.q.values.dtype == torch.float32
-    # Alignment and precision setting -> functions that run forward and backward.
-    prepared: dict[Any, tuple[Callable[..., Any], Any]] = {}
+    # Alignment and precision setting -> function that runs forward, and constants of `_apply`.
+    prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
     def prepare(
         q: Any, k: Any, values: tuple[torch.Tensor, ...], key: Any
-    ) -> tuple[Callable[..., Any], Any]:
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
         layout = VarlenLayout(q.offsets, k.offsets, q.layout.pair_cache(k.layout), max_seqlen)
         config = get_launch_config(*values, layout, spec, alibi)
         total_q, total_k = values[0].shape[0], values[1].shape[0]
         forward = config.prepare_forward(layout, total_q, total_k, spec)
         backward = _prepare_backward(config, layout, total_q, total_k, spec) if needs_grad else None
-        prepared[key] = forward, backward
-        return forward, backward
+        prepared[key] = forward, (forward, backward, None, (), return_lse)
+        return prepared[key]
 
     def run_prepared(
         q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> Any:
         q_values, k_values, v_values, layout = q.values, k.values, v.values, q.layout
-        slopes = None if alibi_slopes is None else _kernel_slopes(alibi_slopes, layout)
         # The result of `is_tma_aligned`. A function call would take host time in every call.
         key: Any = (q_values.data_ptr() | k_values.data_ptr() | v_values.data_ptr()) & 15 == 0
         if is_float32:
             key = key, allows_tf32(torch.float32)
-        functions = prepared.get(key) or prepare(q, k, (q_values, k_values, v_values), key)
-        seeds = () if seed is None else (seed,)
+        forward, constants = prepared.get(key) or prepare(q, k, (q_values, k_values, v_values), key)
+        slopes, seeds = None, ()
+        if alibi_slopes is not None or seed is not None:
+            slopes, seeds = _kernel_slopes(alibi_slopes, layout), as_arguments(seed)
+            constants = *constants[:2], slopes, seeds, return_lse
         if needs_grad and torch.is_grad_enabled():
-            constants = *functions, slopes, seeds, return_lse
             apply = _apply if _is_transformed() else _apply_in_c
             out = apply(q_values, k_values, v_values, constants)
-            if return_lse:
-                out, lse = out
+            if not return_lse:
+                return _from_layout(out, layout)
+            out, lse = out
         else:
-            out, lse = functions[0](q_values, k_values, v_values, slopes, *seeds)
+            out, lse = forward(q_values, k_values, v_values, slopes, *seeds)
         if return_lse:
-            return q.from_layout(out, layout), q.from_layout(lse.t(), layout)
-        return q.from_layout(out, layout)
+            return _from_layout(out, layout), _from_layout(lse.t(), layout)
+        return _from_layout(out, layout)
 
     return run_prepared
 

@@ -45,6 +45,10 @@ def register_operations() -> None:
         register_kernel(name, provider=PROVIDER, rejects=partial(operations.rejects, name))(
             partial(operations.run, name)
         )
+    losses = import_module(".linear_cross_entropy", __name__)
+    register_kernel("linear_cross_entropy", provider=PROVIDER, rejects=losses.rejects)(
+        losses.linear_cross_entropy
+    )
 
 
 def _targets(plugin: object) -> object:

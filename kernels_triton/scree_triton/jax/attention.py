@@ -8,6 +8,7 @@ The two primitives, forward and backward, have a lowering for CUDA. Another lowe
 platforms, runs the loops of `scree.providers.jax_attention`.
 """
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from ..attention.metadata import AttentionSpec, VarlenLayout
 from ..attention.tile_scheduler import UNBOUNDED
 from ..runtime.device import device_info
 from ..runtime.recording import record
-from .devices import capability, rejects_arrays
-from .primitive import define_primitive
+from .devices import capability, rejects_arrays, rejects_partitioning
+from .primitive import UNAVAILABLE, define_primitive
 from .triton_call import TORCH_DTYPES, meta, run_recording
 
 _VMAP = (
@@ -67,15 +68,30 @@ def rejects(call: Any) -> str | None:
         return "the Triton kernels for JAX have no ALiBi"
     if call.dropout:
         return "the Triton kernels for JAX have no dropout"
+    if reason := rejects_partitioning(*arrays, call.q.offsets, call.k.offsets):
+        return reason
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
+    if UNAVAILABLE:
+        return UNAVAILABLE.get(_kind_of(*arrays, static=_spec_of(call)))
     return None
+
+
+def _spec_of(call: Any) -> AttentionSpec:
+    return make_spec(call.causal, *call.window, call.scale, call.softcap)
+
+
+def _kind_of(q: Any, k: Any, v: Any, *_: Any, static: "Static | AttentionSpec") -> Hashable:
+    """Return what the kernels of a call are compiled for."""
+    spec = static.spec if isinstance(static, Static) else static
+    dtypes = tuple(np.dtype(x.dtype).name for x in (q, k, v))
+    return "attention", spec, dtypes, q.shape[1:], k.shape[1:], v.shape[1:]
 
 
 def attention(call: Any) -> Any:
     """Compute attention of a call for which `rejects` returns None."""
     q, k = call.q, call.k
-    spec = make_spec(call.causal, *call.window, call.scale, call.softcap)
+    spec = _spec_of(call)
     bound = max(x.layout.max_length_bound for x in (q, k))
     # Rounded up to eighths of a power of two, so that slightly longer rows reuse the compiled
     # function. A power of two would choose other tiles than PyTorch for many batches.
@@ -191,7 +207,7 @@ def _refuse_vmap(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(_VMAP)
 
 
-_RULES = _refuse_vmap, _refuse_derivative
+_RULES = _refuse_vmap, _refuse_derivative, _kind_of
 _forward_primitive = define_primitive(
     "scree_attention_forward", _forward_types, _forward_kernels, _forward_loops, *_RULES
 )

@@ -2,8 +2,8 @@
 
 While JAX traces a call, the functions that serve PyTorch run on tensors without data: the forward
 pass, and autograd's backward pass. Their launches are recorded. JAX runs the recorded launches, so
-an operation needs no other code here. A backward pass that needs PyTorch's own functions besides the
-kernels cannot be recorded, and raises while JAX lowers it.
+an operation needs no other code here. A call that needs PyTorch's own functions besides the kernels,
+forward or backward, is rejected.
 
 A call is separated into arrays and a `Signature`, which is static. Offsets are arrays, so one
 compiled function serves all offsets of one shape.
@@ -11,8 +11,8 @@ compiled function serves all offsets of one shape.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -26,13 +26,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scree import Array
 from scree.backends import backend
+from scree.dispatch.call_cache import option_types
 from scree.dispatch.operation import OPERATIONS
 from scree.layout import Layout
 
 from .. import KERNELS
+from ..runtime.calls import attributes_of, make_call
 from ..runtime.recording import RecordedLaunch, Recording, record
 from .devices import capability, rejects_arrays, rejects_partitioning
-from .primitive import define_primitive
+from .primitive import UNAVAILABLE, define_primitive, record_failure
 from .triton_call import TORCH_DTYPES, array_type, memory_of, run_recording
 
 
@@ -92,6 +94,13 @@ class _Ragged(NamedTuple):
     ragged_dim: int
 
 
+class _Option(NamedTuple):
+    """An option of a call, with its types, because 1 == 1.0 == True."""
+
+    types: tuple[type, ...]
+    value: Any
+
+
 class Signature(NamedTuple):
     """The static part of a call: JAX compiles one function per value."""
 
@@ -102,20 +111,9 @@ class Signature(NamedTuple):
     """Shape and dtype of each array."""
 
 
-@cache
-def _attributes(record_type: type) -> dict[str, bool]:
-    """Return the names of the attributes of a call record, and whether each is an argument.
-
-    The others are derived from the arguments.
-    """
-    arguments = {field.name for field in fields(record_type) if field.init}
-    slots = (x for base in record_type.__mro__ for x in getattr(base, "__slots__", ()))
-    return {x: x in arguments for x in slots}
-
-
 def _is_of_jax(call: Any) -> bool:
     """Return whether the arrays of a call, which are of one library, are arrays of JAX."""
-    for name in _attributes(type(call)):
+    for name in attributes_of(type(call)):
         x = getattr(call, name)
         if isinstance(x, Array | Layout):
             return isinstance(x.offsets, jax.Array)
@@ -152,9 +150,11 @@ def _separate(operation: str, call: Any) -> tuple[Signature, list[Any], dict[int
             return _Dense(index_of(x, is_argument))
         if isinstance(x, type) and issubclass(x, np.generic):
             return np.dtype(x)
-        return x
+        return x if isinstance(x, np.dtype) else _Option(option_types((x,)), x)
 
-    separated = tuple(separate(getattr(call, x), arg) for x, arg in _attributes(type(call)).items())
+    separated = tuple(
+        separate(getattr(call, x), arg) for x, arg in attributes_of(type(call)).items()
+    )
     types = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in arrays)
     return Signature(operation, separated, types), arrays, layouts
 
@@ -178,14 +178,11 @@ def _join(signature: Signature, arrays: Sequence[Any]) -> Any:
             return layout_of(x)
         if isinstance(x, np.dtype) and isinstance(arrays[0], torch.Tensor):
             return TORCH_DTYPES[x]
-        return x
+        return x.value if isinstance(x, _Option) else x
 
     # The call was validated already, with other arrays.
     record_type = OPERATIONS[signature.operation].record
-    call = object.__new__(record_type)
-    for name, x in zip(_attributes(record_type), signature.attributes, strict=True):
-        object.__setattr__(call, name, join(x))
-    return call
+    return make_call(record_type, map(join, signature.attributes))
 
 
 def _results_of(result: Any) -> tuple[Any, ...]:
@@ -231,7 +228,8 @@ def _inputs_of(signature: Signature, needs_grad: Sequence[bool]) -> list[torch.T
     ]
 
 
-@lru_cache(256)
+# Without a limit: JAX keeps the compiled function of every signature too.
+@cache
 def _record_program(signature: Signature, needs_grad: tuple[bool, ...]) -> _Program:
     """Record the launches of a call, and of the gradients of some of its arrays."""
     inputs = _inputs_of(signature, needs_grad)
@@ -289,8 +287,13 @@ def _check_recorded(program: _Program) -> None:
             if x._version:
                 raise ValueError("a function of PyTorch changes an array")
         contents |= {*written, *zeros}
-    if not all(memory_of(x) in contents and x.is_contiguous() for x in results):
+    if not all(memory_of(x) in contents and _fills_memory(x) for x in results):
         raise ValueError("a function of PyTorch computes a result")
+
+
+def _fills_memory(x: torch.Tensor) -> bool:
+    """Return whether a tensor has all of its memory in order; a part or a broadcast has not."""
+    return x.is_contiguous() and x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
 
 def _tensors_of(recording: Recording) -> dict[int, torch.Tensor]:
@@ -446,8 +449,17 @@ def _rules(standard: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[.
     return batch, derive
 
 
+def _signature_of(*_: Any, static: _Static) -> Signature:
+    return static.signature
+
+
 _forward_primitive = define_primitive(
-    "scree_kernels", _forward_types, _forward_kernels, _forward_standard, *_rules(_forward_standard)
+    "scree_kernels",
+    _forward_types,
+    _forward_kernels,
+    _forward_standard,
+    *_rules(_forward_standard),
+    _signature_of,
 )
 _backward_primitive = define_primitive(
     "scree_kernels_gradient",
@@ -455,6 +467,7 @@ _backward_primitive = define_primitive(
     _backward_kernels,
     _backward_standard,
     *_rules(_backward_standard),
+    _signature_of,
 )
 #: Primitive -> its function on CUDA.
 PRIMITIVES = {_forward_primitive: _forward_kernels, _backward_primitive: _backward_kernels}
@@ -521,10 +534,14 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     """
     axes = [_varying_axes(jax.typeof(x)) for x in arrays]
     union = frozenset().union(*axes)
-    return [
-        jax.lax.pcast(x, tuple(union - own), to="varying") if union - own else x
-        for x, own in zip(arrays, axes)
-    ]
+    return [_vary(x, tuple(union - own)) if union - own else x for x, own in zip(arrays, axes)]
+
+
+def _vary(x: Any, axes: tuple[str, ...]) -> Any:
+    # JAX before 0.8 has `pvary` only, and later versions deprecate it.
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axes, to="varying")
+    return jax.lax.pvary(x, axes)
 
 
 def _varying_axes(aval: Any) -> frozenset[str]:
@@ -563,6 +580,13 @@ def rejects(operation: str, call: Any) -> str | None:
         hash(signature)
     except TypeError:
         return "the Triton kernels for JAX take arrays of JAX, and options that can be hashed"
+    return UNAVAILABLE.get(signature) or _rejects_signature(signature)
+
+
+@cache
+def _rejects_signature(signature: Signature) -> str | None:
+    """Return why the kernels cannot serve calls with a signature; None if they can."""
+    operation = signature.operation
     # A traced call may be differentiated later, so its backward pass is recorded too.
     needs_grad = tuple(
         TABLE[operation].has_gradient and jnp.issubdtype(dtype, jnp.floating)
@@ -575,6 +599,9 @@ def rejects(operation: str, call: Any) -> str | None:
         _check_recorded(_record_program(signature, needs_grad))
     except ValueError as error:
         return f"the Triton kernels for JAX need nothing of PyTorch between launches, but {error}"
+    # A launch config or a function of PyTorch may raise any error on tensors without data.
+    except Exception as error:
+        return record_failure(operation, signature, error)
     return None
 
 

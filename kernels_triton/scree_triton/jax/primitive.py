@@ -1,12 +1,30 @@
-"""Primitives of JAX that launch Triton kernels on CUDA, and run other functions elsewhere."""
+"""Primitives of JAX that launch Triton kernels on CUDA, and run other functions elsewhere.
 
-from collections.abc import Callable
+Where kernels do not compile on CUDA, the other functions run too, with one warning and a line in
+`scree.explain`.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+#: Kind of call -> why its kernels do not run.
+UNAVAILABLE: dict[Hashable, str] = {}
+
+
+def record_failure(name: str, kind: Hashable, error: Exception) -> str:
+    """Keep why the kernels of a kind of call do not run; warn once per reason, and return it."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    reason = f"the Triton kernels cannot run this kind of call: {reason}"
+    if reason not in UNAVAILABLE.values():
+        warnings.warn(f"{name}: {reason}", RuntimeWarning, stacklevel=3)
+    UNAVAILABLE[kind] = reason
+    return reason
 
 
 def define_primitive(
@@ -16,8 +34,12 @@ def define_primitive(
     fallback: Callable[..., list[Any]],
     batch: Callable[..., Any],
     derive: Callable[..., Any],
+    kind_of: Callable[..., Hashable],
 ) -> Primitive:
     """Return a primitive that runs `kernels` on CUDA, and `fallback` on all other platforms.
+
+    `fallback` runs on CUDA too if `kernels` raises, because a kernel does not compile. The primitives
+    of a forward and a backward pass of one kind of call then fall back together, in this order.
 
     Parameters
     ----------
@@ -31,6 +53,8 @@ def define_primitive(
         The rule for `jax.vmap`, as in `jax.interpreters.batching`.
     derive
         The rule for derivatives of the primitive, as in `jax.interpreters.ad`.
+    kind_of
+        ``kind_of(*arrays, static=)`` returns the key in `UNAVAILABLE`.
 
     Returns
     -------
@@ -43,9 +67,20 @@ def define_primitive(
     primitive.def_impl(
         lambda *arrays, static: jax.jit(partial(primitive.bind, static=static))(*arrays)
     )
+
+    def run_or_fall_back(*arrays: Any, static: Any) -> list[Any]:
+        kind = kind_of(*arrays, static=static)
+        if kind not in UNAVAILABLE:
+            try:
+                return kernels(*arrays, static=static)
+            # Triton, its assembler and the recording raise errors of many types.
+            except Exception as error:
+                record_failure(name, kind, error)
+        return fallback(*arrays, static=static)
+
     mlir.register_lowering(primitive, mlir.lower_fun(fallback, multiple_results=True))
     mlir.register_lowering(
-        primitive, mlir.lower_fun(kernels, multiple_results=True), platform="cuda"
+        primitive, mlir.lower_fun(run_or_fall_back, multiple_results=True), platform="cuda"
     )
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = derive

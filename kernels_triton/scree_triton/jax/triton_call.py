@@ -176,7 +176,7 @@ def _launch(step: RecordedLaunch, capability: int, arrays: dict[int, Any], zeros
         if isinstance(argument, tuple):
             parameters += _descriptor(argument[1], next(descriptors))
         else:
-            bytes_to_zero = tensor.numel() * tensor.element_size() if is_zeroed else 0
+            bytes_to_zero = tensor.untyped_storage().nbytes() if is_zeroed else 0
             parameters.append(_message(1, _uint(1, bytes_to_zero) + _uint(2, 16)))
     for memory, operand in aliases.items():
         if any(x is arrays[memory] for i, x in enumerate(operands) if i != operand):

@@ -8,7 +8,7 @@ layout and lives as long as the layout. So in a model, only the first layer vali
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..array import Array
 from ..backends import backend
@@ -18,21 +18,39 @@ MAX_KEYS = 4096  # per layout; bounds the cache when options never repeat
 MAX_GUARDS = 8  # per key; the oldest entry is dropped
 
 
-class Entry(NamedTuple):
-    """A decision about one kind of call."""
+class Entry:
+    """A decision about one kind of call; its slots are read faster than fields of a named tuple.
 
-    kernels: list[Any]  # the operation's kernels at that time; a new list after each change
-    guard: Callable[..., bool]  # checks whether arrays have the metadata of that call
-    run: Callable[..., Any]  # the prepared kernel
+    Attributes
+    ----------
+    kernels
+        The operation's kernels at that time; a new list after each change.
+    guard
+        Checks whether arrays have the metadata of that call.
+    run
+        The prepared kernel.
+    """
+
+    __slots__ = "guard", "kernels", "run"
+
+    def __init__(
+        self, kernels: list[Any], guard: Callable[..., bool], run: Callable[..., Any]
+    ) -> None:
+        self.kernels, self.guard, self.run = kernels, guard, run
 
 
 def lookup(
-    operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+    operation: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    kernel: str | None,
+    short_key: tuple[Any, ...] | None = None,
 ) -> tuple[list[Entry] | None, list[Any]]:
     """Return the entries for an operation, options, a provider and layouts, and their dense arrays.
 
     The guards of the entries check the dense arrays. The entries are None if the call cannot be
-    cached. A layout comes first in `arrays`, followed by dense arrays.
+    cached. A layout comes first in `arrays`, followed by dense arrays. The entries are also kept
+    under `short_key`, for `Operation.recall`.
     """
     values: list[Any] = []
     layout: Layout | None = None
@@ -79,6 +97,8 @@ def lookup(
         return None, values
     if entries is None and len(cache) < MAX_KEYS:
         entries = cache[key] = []
+    if short_key is not None and entries is not None:
+        cache[short_key] = entries
     return entries, values
 
 

@@ -98,7 +98,11 @@ class Operation:
         self.unavailable: dict[Any, str] = {}
 
     def run(
-        self, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None
+        self,
+        arrays: dict[str, Any],
+        options: dict[str, Any],
+        kernel: str | None = None,
+        short_key: tuple[Any, ...] | None = None,
     ) -> Any:
         """Run a call; use the prepared kernel of the call cache if one matches.
 
@@ -115,6 +119,8 @@ class Operation:
             The other fields.
         kernel
             The provider that must run the call; by default the first kernel that accepts.
+        short_key
+            The key under which `recall` finds this call, or None.
         """
         operand = next(iter(arrays.values()), None)
         if type(operand) not in _CACHED_TYPES:
@@ -127,7 +133,9 @@ class Operation:
         if not OBSERVERS:
             for candidate in kernels:
                 if candidate.prepare is not None:
-                    entries, values = call_cache.lookup(self.name, arrays, options, kernel)
+                    entries, values = call_cache.lookup(
+                        self.name, arrays, options, kernel, short_key
+                    )
                     break
         if entries:
             for entry in entries:
@@ -160,44 +168,28 @@ class Operation:
         return self._run_on(chosen, call, kernel)
 
     def recall(
-        self,
-        layout: Layout,
-        axes: tuple[Any, ...],
-        values: tuple[Any, ...],
-        settings: tuple[Any, ...],
-        kernel: str | None,
+        self, layout: Layout, short_key: tuple[Any, ...], *values: Any
     ) -> Callable[..., Any] | None:
         """Return the prepared kernel that `run` would take from the call cache, or None.
 
-        The caller has inspected the arrays, so this takes a third of the time. The function takes
+        The caller has inspected the arguments, so this takes a third of the time. The function takes
         the arrays by name. It may raise `KernelUnavailableError`; then `run` selects another kernel.
 
         Parameters
         ----------
         layout
-            The layout of all ragged arrays.
-        axes
-            Per array its ragged axis, "dense", or None for an absent array.
+            The layout of the first ragged array.
+        short_key
+            A key that determines the operation, the options and their types, the kernel, which
+            arrays are absent, and which are on the layout, with which ragged axis.
         values
             The dense arrays of the call.
-        settings
-            The values of the options.
-        kernel
-            The argument of `run`.
         """
         if OBSERVERS or layout.backend.intercepts_calls():
             return None
-        types: tuple[Any, ...] = (*map(type, settings),)
-        if tuple in types:
-            types = call_cache.option_types(settings)
-        try:
-            entries = layout.eager_cache().get((self.name, kernel, settings, types, axes))
-        except TypeError:  # an unhashable option
-            return None
-        if entries:
-            for entry in entries:
-                if entry.kernels is self.kernels and entry.guard(*values):
-                    return entry.run  # type: ignore[no-any-return]
+        for entry in layout.eager_cache().get(short_key, ()):
+            if entry.kernels is self.kernels and entry.guard(*values):
+                return entry.run  # type: ignore[no-any-return]
         return None
 
     def _rejections_depend_on_contents(self, rejected: dict[str, str], values: list[Any]) -> bool:

@@ -11,6 +11,7 @@ from ..checks import check_whole
 from ..layout import SHARD_LAYOUTS, Layout
 from ..ops.attention import AttentionCall
 from ..ops.merge_attention import merge_attention
+from .exchange import HeadCounts, is_faster_by_heads
 from .operations import ShardOperations, map_results
 from .pieces import GroupPlan, KeyGroup, Pieces, RemotePlan, plan_keys, plan_remote_keys
 
@@ -201,16 +202,19 @@ class Cut(ShardOperations):
             )
         if self.exchange is not None or not fits:
             return self.exchange == "heads"
-        # A rank receives at most the other tokens of each cut row, or the windows of its two chunks.
-        left, right = call.window
-        is_cut = np.ones(self._lengths.size, bool)
-        is_cut[self.pieces.rows[self.pieces.lengths == self._lengths[self.pieces.rows]]] = False
-        tokens = self._lengths[is_cut] * (size - 1) / size
-        if left is not None and right is not None:
-            tokens = np.minimum(tokens, 2 * (left + right))
-        dim, value_dim = call.head_dim, int(call.v.values.shape[2])
-        sent_as_heads = self._lengths.sum() / size * (size - 1) / size * (heads + kv_heads)
-        return bool(sent_as_heads * (dim + value_dim) < tokens.sum() * kv_heads * (dim + value_dim))
+        dims, itemsize = call.head_dim + int(call.v.values.shape[2]), call.q.values.itemsize
+        counts = HeadCounts(heads, kv_heads, dims, itemsize)
+        window, has_slopes = call.window, call.alibi_slopes is not None
+
+        def choose() -> bool:
+            is_cut = np.ones(self._lengths.size, bool)
+            is_whole = self.pieces.lengths == self._lengths[self.pieces.rows]
+            is_cut[self.pieces.rows[is_whole]] = False
+            overlaps = not has_slopes and self._remote_plan(*window) is not None
+            return is_faster_by_heads(self._lengths, is_cut, size, counts, window, overlaps)
+
+        key = "exchanges heads", counts, window, has_slopes
+        return bool(self.local_layout.cached(key, choose))
 
     def _attention_of_heads(
         self,

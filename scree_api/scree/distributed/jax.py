@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..array import Array
 from ..checks import check_whole
-from ..layout import Layout, RowCut
+from ..layout import SHARD_LAYOUTS, Layout, RowCut
 from ..ops.attention import AttentionCall
 from .operations import ShardOperations, map_results
 from .pieces import Pieces
@@ -98,14 +98,22 @@ class ShardCut(RowCut):
                 tokens[rank]
             )
             self.slots[index] = rank * self.capacity + np.arange(tokens[rank])
-        self.layout = self.layout_with(self)
+        # Offsets of their own, because `SHARD_LAYOUTS` recognizes shards by their offsets.
+        self._offsets = Layout.from_host_lengths(
+            whole.backend, self.lengths, like=whole.offsets
+        ).offsets
+        self.layout = SHARD_LAYOUTS[id(self._offsets)] = self.layout_with(self)
 
     def layout_with(self, cut: RowCut) -> Layout:
         """Return a layout of shards with a cut of these rows."""
         whole = self.whole
-        layout = Layout(whole.backend, whole.offsets, self.capacity, whole.max_length)
+        layout = Layout(whole.backend, self._offsets, self.capacity, whole.max_length)
         layout.cut = cut
         return layout
+
+    def has_tokens(self, layout: Layout, count: int) -> bool:
+        """Return whether an array has the tokens of one device, or the tokens of all devices."""
+        return count in (self.capacity, self.group.size * self.capacity)
 
     def __eq__(self, other: object) -> bool:
         """Return whether both cuts divide the same rows over the same devices in the same way."""

@@ -308,18 +308,25 @@ def attention(
     array([[0., 1.],
            [2., 3.]])
     """
-    # Most layers of a model take this path. For short rows the host time of a call dominates.
+    key = None
+    # Most layers of a model take this path. For short rows the host time of a call dominates. Equal
+    # options of these types are the same options; other options are compared by `_attention.run`.
     if (
         type(q) is type(k) is type(v) is Array
         and q.layout is k.layout is v.layout
         and alibi_slopes is None
         and sinks is None
-        and not dropout
+        and not (dropout or q.ragged_dim or k.ragged_dim or v.ragged_dim)
+        and (causal is True or causal is False)
+        and (window is None or type(window) is int)
+        and (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+        and (deterministic is False or deterministic is True)
+        and (return_lse is False or return_lse is True)
+        and (kernel is None or type(kernel) is str)
     ):
-        axes = q.ragged_dim, k.ragged_dim, v.ragged_dim, None
-        settings = causal, window, scale, softcap, 0.0, deterministic, return_lse
-        values = q.values, k.values, v.values
-        run = _attention.recall(q.layout, axes, values, settings, kernel)
+        key = "attention", causal, window, scale, softcap, deterministic, return_lse, kernel
+        run = _attention.recall(q.layout, key, q.values, k.values, v.values)
         if run is not None:
             try:
                 return run(q=q, k=k, v=v, alibi_slopes=None)
@@ -339,7 +346,7 @@ def attention(
     if options["dropout"]:
         arrays["seed"] = as_seed(seed, check_ragged("q", q))
     if sinks is None:
-        return _attention.run(arrays, options, kernel)
+        return _attention.run(arrays, options, kernel, key)
     checks.check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
     options["return_lse"] = True
     if isinstance(q, Array) and q.layout.cut is not None:

@@ -1,0 +1,159 @@
+"""The Triton kernels of PyTorch for CuPy: arrays pass by DLPack, without copies.
+
+Importing this module imports neither torch nor CuPy. The kernels need torch and Triton.
+"""
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from scree import Array
+from scree.backends import backend, is_array
+from scree.layout import Layout
+
+from . import KERNELS
+from .runtime.calls import attributes_of, copy_call
+
+PROVIDER = "triton_dlpack"
+#: The libraries that are served.
+LIBRARIES = {"cupy"}
+OPERATIONS = (
+    "attention", "cross_entropy", "layer_norm", "linear_cross_entropy", "log_softmax", "logsumexp",
+    "paged_attention", "rms_norm", "rope", "segment_arg", "segment_mean", "segment_reduce",
+    "segment_scan", "softmax", "swiglu",
+)  # fmt: skip
+#: Layout -> the same layout in PyTorch, whose cache has the schedules of the kernels.
+_layouts: WeakKeyDictionary[Layout, Layout] = WeakKeyDictionary()
+
+
+class _State(threading.local):
+    call: Any = None
+    converted: Any = None
+
+
+#: The call that was accepted last by this thread, and the same call in PyTorch.
+_accepted = _State()
+
+
+def register() -> None:
+    """Register the kernels with scree, if torch and Triton are installed and torch has a device.
+
+    scree calls this function through the entry-point group ``scree.kernels``.
+    """
+    from scree import register_kernel
+
+    if not (find_spec("triton") and find_spec("torch")) or not _runs_here():
+        return
+    for name in OPERATIONS:
+        import_module(f".{KERNELS[name].module}", __package__)
+        register_kernel(name, provider=PROVIDER, rejects=partial(rejects, name))(partial(run, name))
+
+
+def _runs_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def rejects(name: str, call: Any) -> str | None:
+    """Return why the kernels cannot serve a call, from host metadata only; None if they can."""
+    from .runtime.device import rejects_device
+
+    entry = KERNELS[name]
+    values = entry.values(call)
+    if backend(values).name not in LIBRARIES:
+        return f"the Triton kernels by DLPack take arrays of {' and '.join(sorted(LIBRARIES))}"
+    try:
+        converted = _to_torch(call)
+    # A library raises one of these for a dtype or a device that the other lacks.
+    except (AttributeError, BufferError, RuntimeError, TypeError) as error:
+        return f"the Triton kernels need arrays that PyTorch takes by DLPack, but {error}"
+    if converted is None:
+        return "the Triton kernels by DLPack take no shards"
+    module = import_module(f".{entry.module}", __package__)
+    reason: str | None = rejects_device(entry.values(converted).device) or module.rejects(converted)
+    if reason is None:
+        _accepted.call, _accepted.converted = call, converted
+    return reason
+
+
+def run(name: str, call: Any) -> Any:
+    """Compute a call for which `rejects` returns None, on the current stream of its library."""
+    converted = _accepted.converted if _accepted.call is call else _to_torch(call)
+    _accepted.call = _accepted.converted = None
+    entry, lib = KERNELS[name], backend(KERNELS[name].values(call))
+    run_kernels = getattr(import_module(f".{entry.module}", __package__), entry.function or name)
+    layouts = {id(_to_layout(x).offsets): x for x in _layouts_of(call)}
+
+    def result_of(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(result_of, x))
+        if isinstance(x, Array):
+            return Array.from_layout(
+                lib.xp.from_dlpack(x.values), layouts[id(x.offsets)], x.ragged_dim
+            )
+        return lib.xp.from_dlpack(x)
+
+    with _on_stream_of(lib.name, entry.values(converted).device):
+        return result_of(run_kernels(converted))
+
+
+def _layouts_of(call: Any) -> list[Layout]:
+    found = (getattr(call, name) for name in attributes_of(type(call)))
+    return [x.layout if isinstance(x, Array) else x for x in found if isinstance(x, Array | Layout)]
+
+
+def _to_torch(call: Any) -> Any:
+    """Return the call with arrays of PyTorch in the same memory; None if it has shards."""
+    import torch
+
+    if any(layout.cut is not None for layout in _layouts_of(call)):
+        return None
+
+    def convert(x: Any) -> Any:
+        if isinstance(x, Array):
+            return Array.from_layout(
+                torch.from_dlpack(x.values), _to_layout(x.layout), x.ragged_dim
+            )
+        if isinstance(x, Layout):
+            return _to_layout(x)
+        if isinstance(x, np.dtype | type):
+            return getattr(torch, np.dtype(x).name)
+        return torch.from_dlpack(x) if is_array(x) else x
+
+    return copy_call(call, convert)
+
+
+def _to_layout(layout: Layout) -> Layout:
+    import torch
+
+    converted = _layouts.get(layout)
+    if converted is None:
+        offsets = torch.from_dlpack(layout.offsets)
+        converted = _layouts[layout] = Layout(
+            backend(offsets), offsets, layout.total, layout.max_length, layout.host_offsets
+        )
+    return converted
+
+
+def _on_stream_of(library: str, device: Any) -> AbstractContextManager[Any]:
+    """Return the context in which PyTorch uses the current stream of a library.
+
+    Then memory that one library frees and reuses is ordered after the kernels of the other.
+    """
+    import torch
+
+    if library != "cupy" or device.type != "cuda":
+        return nullcontext()
+    import cupy
+
+    stream = cupy.cuda.get_current_stream(device.index).ptr
+    if stream == torch.cuda.current_stream(device).cuda_stream:
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))

@@ -1,0 +1,123 @@
+"""Linear cross-entropy for JAX, with the gradients in the forward pass, part by part of the tokens.
+
+The standard path computes the logits again in the backward pass. Here a loop of XLA computes the
+logits of a part, their losses and gradients by the kernels of `cross_entropy`, and the products with
+these gradients. The backward pass multiplies the sums by the gradient of the loss.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import scree
+from scree.ops.cross_entropy import LinearCrossEntropyCall
+from scree.ops.segment import safe_divide
+
+from .devices import rejects_arrays, rejects_partitioning
+from .operations import vary_alike
+
+#: Tokens per part at least, so that the products are efficient.
+MIN_TOKENS = 1024
+#: Parts at most, unless a part would have more logits than `MAX_LOGITS`.
+MAX_PARTS = 12
+MAX_LOGITS = 1 << 28
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Static(NamedTuple):
+    """The static part of a call."""
+
+    parts: int
+    ignore_index: int
+
+
+def rejects(call: LinearCrossEntropyCall) -> str | None:
+    """Return why the loop cannot serve `call`, from host metadata only; None if it can."""
+    arrays = call.values, call.weight, call.labels
+    if reason := rejects_arrays(*arrays) or rejects_partitioning(*arrays):
+        return reason
+    if call.has_options or call.bias is not None or call.reduction not in ("mean", "sum"):
+        return (
+            "the gradients in the forward pass need a mean or sum over all tokens, without bias and "
+            "without options of the loss"
+        )
+    if str(call.values.dtype) not in DTYPES:
+        return (
+            f"the gradients in the forward pass take {', '.join(DTYPES)}, not {call.values.dtype}"
+        )
+    if 0 in call.values.shape:
+        return "the Triton kernels for JAX need at least one token"
+    return None
+
+
+def linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
+    """Compute a call for which `rejects` returns None."""
+    (total, _), classes = call.values.shape, call.weight.shape[0]
+    tokens = max(MIN_TOKENS, -(-total // MAX_PARTS))
+    tokens = max(1, min(tokens, MAX_LOGITS // classes))
+    counted = call.counted
+    targets = jnp.where(counted, call.labels, call.ignore_index).astype(jnp.int32)
+    # Tokens that do not count may hold anything.
+    x = jnp.where(counted[:, None], call.values, 0)
+    static = Static(-(-total // tokens), call.ignore_index)
+    loss = _sum_of_losses(static, *vary_alike([x, call.weight, targets]))
+    if call.reduction == "sum":
+        return loss
+    return safe_divide(jnp, loss, jnp.sum(counted, dtype=jnp.int32).astype(loss.dtype))
+
+
+def _split(static: Static, x: Any, targets: Any) -> tuple[Any, Any]:
+    """Return the parts of tokens and of targets; the last part is padded with ignored targets."""
+    size = -(-x.shape[0] // static.parts)
+    size += -size % 8  # products with other sizes are slower
+    padding = static.parts * size - x.shape[0]
+    x = jnp.pad(x, ((0, padding), (0, 0)))
+    targets = jnp.pad(targets, (0, padding), constant_values=static.ignore_index)
+    return x.reshape(static.parts, size, -1), targets.reshape(static.parts, size)
+
+
+def _loss_of_part(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, Any]:
+    """Return the sum of the losses, and a function that returns the gradient of the logits."""
+    loss, pull = jax.vjp(
+        lambda logits: scree.cross_entropy(
+            logits, targets, ignore_index=static.ignore_index, reduction="sum"
+        ),
+        x @ weight.T,
+    )
+    return loss, lambda: pull(jnp.ones_like(loss))[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_losses(static: Static, x: Any, weight: Any, targets: Any) -> Any:
+    losses = jax.lax.map(
+        lambda part: _loss_of_part(static, part[0], weight, part[1])[0], _split(static, x, targets)
+    )
+    return jnp.sum(losses)
+
+
+def _forward(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+    def run_part(weight_grad: Any, part: Any) -> tuple[Any, tuple[Any, Any]]:
+        tokens, labels = part
+        loss, gradient = _loss_of_part(static, tokens, weight, labels)
+        slope = gradient()
+        product = jnp.matmul(slope.T, tokens, preferred_element_type=jnp.float32)
+        return weight_grad + product, (loss, slope @ weight)
+
+    zeros = jnp.zeros(weight.shape, jnp.float32)
+    (zeros, _) = vary_alike([zeros, weight])
+    parts = _split(static, x, targets)
+    weight_grad, (losses, x_grad) = jax.lax.scan(run_part, zeros, parts)
+    x_grad = x_grad.reshape(-1, x.shape[1])[: x.shape[0]]
+    # The dtype of the weight, which the residuals must not hold.
+    return jnp.sum(losses), (x_grad, weight_grad, jnp.zeros((), weight.dtype))
+
+
+def _backward(static: Static, residuals: tuple[Any, Any, Any], grad: Any) -> tuple[Any, Any, None]:
+    x_grad, weight_grad, dtype = residuals
+    scaled = (x_grad.astype(jnp.float32) * grad).astype(x_grad.dtype)
+    return scaled, (weight_grad * grad).astype(dtype.dtype), None
+
+
+_sum_of_losses.defvjp(_forward, _backward)
