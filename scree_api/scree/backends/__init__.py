@@ -5,10 +5,11 @@ programs of `demo` name a library. A library that follows the standard and has n
 too, through `generic`.
 """
 
+# As functools does: `threading` takes longer to import than this module.
+from _thread import RLock
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from threading import RLock
 from types import ModuleType
 from typing import Any, TypeVar
 

@@ -9,10 +9,10 @@ kernels registered when a library is loaded, each newest first, then the standar
 from __future__ import annotations
 
 import warnings
+from _thread import get_ident  # importing `threading` takes longer than this module
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from threading import get_ident
 from typing import Any
 
 from ..array import Array

@@ -10,6 +10,7 @@ import numpy as np
 from .. import checks
 from ..array import Array
 from ..broadcasting import check_same_rows
+from ..dispatch.call_cache import PLAIN_TYPES
 from ..dispatch.operation import KernelUnavailableError, define_operation
 from ..records import record
 from .attention import check_heads
@@ -21,9 +22,6 @@ from .rope_scaling import as_rope_scaling
 from .segment import append_axes
 
 __all__ = ["append_paged"]
-
-#: Types of options whose equality, together with their types, means that they are the same.
-_PLAIN_TYPES = frozenset({bool, int, float, type(None)})
 
 
 class RopeOptions(NamedTuple):
@@ -202,7 +200,7 @@ def append_paged(
         and (q is None or (type(q) is Array and q.layout is k.layout and not q.ragged_dim))
         and (
             rope is None
-            or (type(rope) is dict and _PLAIN_TYPES.issuperset(map(type, rope.values())))
+            or (type(rope) is dict and PLAIN_TYPES.issuperset(map(type, rope.values())))
         )
         and (kernel is None or type(kernel) is str)
     ):
