@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -221,7 +220,6 @@ class _AttentionToParts(torch.autograd.Function):
         shapes = k.shape, v.shape
         sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
         received, work = _start_all_to_all(torch.cat(sent), plan, shapes, group)
-        _let_collective_start(q.device)
         out, lse = parts.attend(q, k, v, True)
         work.wait()
         keys, values = (
@@ -258,7 +256,6 @@ class _AttentionToParts(torch.autograd.Function):
             dq_part, *grads = parts.gradients(queries[0], keys, values, *queries[1:], False)
         flat = _sum_runs(grads, plan, shapes)
         returned, work = _start_all_to_all(flat, plan, shapes, group, back=True)
-        _let_collective_start(q.device)
         dq, dk, dv = parts.gradients(q, k, v, out, lse, dout, dlse, True)
         if dq_part is not None:
             for run, tokens in _runs(dq, plan.queries, dq_part):
@@ -283,28 +280,6 @@ def _start_all_to_all(
     out = x.new_empty(sum(received))
     work = dist.all_to_all_single(out, x, received, sent, group=group.group, async_op=True)
     return out, work
-
-
-def _let_collective_start(device: torch.device) -> None:
-    """Delay the next kernels by some microseconds, so that the kernel of a collective begins first.
-
-    Attention occupies all SMs until it ends. If it began before the collective, the collective would
-    run after it instead of beside it.
-    """
-    if device.type != "cuda":
-        return
-    current, (stream, buffer) = torch.cuda.current_stream(device), _side_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        buffer.zero_()
-    current.wait_stream(stream)
-
-
-@cache
-def _side_stream(device: torch.device) -> tuple[torch.cuda.Stream, torch.Tensor]:
-    """Return a stream of a device, and memory that kernels on this stream write."""
-    # Collectives run on streams of low priority.
-    return torch.cuda.Stream(device, priority=-1), torch.empty(1, device=device)
 
 
 def _sources(
