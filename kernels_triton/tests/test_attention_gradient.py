@@ -7,6 +7,7 @@ import scree
 from scree.dispatch.operation import OPERATIONS
 from scree.ops.attention import AttentionCall
 from scree.providers.torch_attention_gradient import AttentionGradientCall
+from scree_triton.attention import interface
 from scree_triton.attention.interface import make_spec
 from scree_triton.attention.launch_configs import get_launch_config
 from scree_triton.attention.metadata import VarlenLayout
@@ -62,6 +63,29 @@ def test_gradients_of_two_parts_add_up(kernel, dim):
     )
     for x, y in zip(actual, expected):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_attention_backward_prepares_the_launches_of_a_layout_once(monkeypatch):
+    cu = torch.tensor([0, 4, 21], dtype=torch.int32, device=DEVICE)
+    q, k, v, dout = (torch.randn(21, 2, 16, device=DEVICE) for _ in range(4))
+    spec, prepared, prepare = (
+        make_spec(True, None, None, 0.2, None),
+        [],
+        interface._prepare_backward,
+    )
+
+    def count(*args):
+        prepared.append(args)
+        return prepare(*args)
+
+    monkeypatch.setattr(interface, "_prepare_backward", count)
+    for cache, expected in (({}, 1), (None, 2)):
+        layout = VarlenLayout(cu, cu, cache, 17)
+        out, lse = interface.attention_forward(q, k, v, layout, spec)
+        grads = [interface.attention_backward(dout, q, k, v, out, lse, layout, spec) for _ in "ab"]
+        assert all(map(torch.equal, *grads))
+        assert len(prepared) == expected
+        prepared.clear()
 
 
 @pytest.mark.parametrize("keys", [[4, 40, 4], [9, 70, 30]])
