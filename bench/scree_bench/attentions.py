@@ -446,6 +446,15 @@ def jax_nn(lib: MeasuredLibrary, work: Work, implementation: str | None = None) 
     """Prepare JAX's padded attention, by XLA or by cuDNN."""
     import jax
 
+    return _padded_jax(lib, work, jax.nn.dot_product_attention, implementation=implementation)
+
+
+def tokamax(lib: MeasuredLibrary, work: Work) -> Prepared:
+    """Prepare the padded attention of Tokamax, by the implementation that it chooses."""
+    return _padded_jax(lib, work, import_module("tokamax").dot_product_attention)
+
+
+def _padded_jax(lib: MeasuredLibrary, work: Work, run: Function, **options: Any) -> Prepared:
     tokens, token_mask = work.tokens
     q, k, v, cotangent = (
         lib.make(np.where(token_mask[:, :, None, None], x[tokens], 0), work.dtype)
@@ -457,14 +466,14 @@ def jax_nn(lib: MeasuredLibrary, work: Work, implementation: str | None = None) 
     )
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(
+        return run(
             q,
             k,
             v,
             is_causal=work.causal,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
-            implementation=implementation,
+            **options,
         )
 
     def pack_result(x: Any) -> Any:

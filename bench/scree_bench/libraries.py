@@ -96,6 +96,13 @@ class MeasuredLibrary:
         On CUDA the numbers are generated on the device, since generating them on the host takes
         seconds.
         """
+        if self.device == "cuda" and self.name == "jax":
+            import jax
+
+            keys = iter(jax.random.split(jax.random.key(seed), 100))
+            return lambda *shape: jax.random.normal(next(keys), shape).astype(
+                self.arrays.dtypes[dtype]
+            )
         if self.device == "cuda":
             import torch
 

@@ -104,6 +104,7 @@ def interleaved(
     *,
     wait: Callable[[Any], Any] = lambda x: x,
     device: str = "cpu",
+    library: str = "torch",
     min_samples: int = MIN_SAMPLES,
     patience: float = PATIENCE,
     has_host_times: bool = True,
@@ -123,6 +124,8 @@ def interleaved(
         Waits until the result of a thunk has been computed, for asynchronous libraries.
     device
         On "cuda" the device is timed, and then the host: see `_device_samples` and `_host_samples`.
+    library
+        The library that runs on "cuda". JAX has a clock of its own, see `jax_clock`.
     min_samples
         Samples of each contender, even if they exceed the budget; two if they would exceed it
         tenfold.
@@ -177,14 +180,22 @@ def interleaved(
     if not device.startswith("cuda"):
         run_rounds({name: _samples(thunks[name], wait) for name in completed()}, "seconds")
         return outcomes
-    sampler = _device_samples(has_clean_l2)
+    sampler: Callable[[Thunk], Iterator[float]]
+    if library == "jax":
+        from . import jax_clock
+
+        sampler = jax_clock.device_samples
+    else:
+        import torch
+
+        sampler, wait = _device_samples(has_clean_l2), lambda _: torch.cuda.synchronize()
     run_rounds({name: sampler(thunks[name]) for name in completed()}, "seconds")
     if not has_host_times:
         return outcomes
     device_seconds = {name: median(times.seconds) for name, times in completed().items()}
     run_rounds(
         {
-            name: _host_samples(thunks[name], seconds)
+            name: _host_samples(thunks[name], seconds, wait)
             for name, seconds in device_seconds.items()
             if seconds < MAX_HOST_TIMED_SECONDS
         },
@@ -305,24 +316,22 @@ def _device_samples(has_clean_l2: bool) -> Callable[[Thunk], Iterator[float]]:
     return samples
 
 
-def _host_samples(thunk: Thunk, seconds: float) -> Iterator[float]:
+def _host_samples(thunk: Thunk, seconds: float, wait: Callable[[Any], Any]) -> Iterator[float]:
     """Yield the host time of a call, given the seconds that it takes on the device.
 
     This is the time of the call in a busy program. The host makes a number of calls without waiting
     for any, few enough that all fit into the queue of the device.
     """
-    import torch
-
     max_calls = max(1, min(MAX_QUEUED_CALLS, int(MAX_QUEUED_SECONDS / max(seconds, 1e-6))))
     while True:
         # The first call after a synchronization takes longer.
-        thunk()
+        result = thunk()
         calls, start = 0, time.perf_counter()
         while calls < max_calls and time.perf_counter() - start < MAX_QUEUED_SECONDS:
-            thunk()
+            result = thunk()
             calls += 1
         seconds_elapsed = time.perf_counter() - start
-        torch.cuda.synchronize()
+        wait(result)
         yield seconds_elapsed / calls
 
 

@@ -61,7 +61,7 @@ def measure(
 ) -> None:
     """Time the forward pass of every contender and, if there is one, the backward pass.
 
-    If the traffic in bytes is known, a copy of as many bytes is timed for comparison.
+    If the traffic in bytes is known, a copy of as many bytes is timed for comparison, on PyTorch.
     """
     case = {"operation": operation.name, **case}
     peak = session.limits().get(f"matmul_{case['dtype']}_flops")
@@ -73,10 +73,11 @@ def measure(
         builds: dict[str, Build] = {
             contender: partial(step, lib, build, phase) for contender, build in everyone.items()
         }
-        if traffic:
+        if traffic and lib.name == "torch":
             builds[COPY] = partial(_copy, lib, traffic)
-        rows = session.time(case, name, builds, wait=lib.wait)
-        copied = rows[COPY].values.get(name) if traffic else None
+        rows = session.time(case, name, builds, wait=lib.wait, library=lib.name)
+        copies = (x for x in session.result.rows if x.who == COPY and x.case == case)
+        copied = next((x.values[name] for x in copies if name in x.values), None)
         for row in rows.values():
             if name not in row.values:
                 continue

@@ -15,6 +15,7 @@ Out = Annotated[
     typer.Option(help="Folder for the JSON and the pictures. Without it, only the table is shown."),
 ]
 Backend = Annotated[str, typer.Option(help="numpy, torch, jax, mlx, or all (the installed ones).")]
+KernelBackend = Annotated[str, typer.Option(help="torch, jax, or both: torch,jax.")]
 Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda, or auto: cuda if PyTorch finds a device.")
 ]

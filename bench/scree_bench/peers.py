@@ -122,6 +122,12 @@ PEERS: tuple[Peer, ...] = (
         partial(attentions.jax_nn, implementation="cudnn"),
         _on_cuda(*HALF_DTYPES),
     ),
+    Peer(
+        "padded, Tokamax",
+        "jax",
+        attentions.tokamax,
+        lambda lib, work: None if importable("tokamax") else "tokamax cannot be imported",
+    ),
     Peer("padded, mx.fast", "mlx", padded(attentions.mlx_fast)),
     *(
         Peer(

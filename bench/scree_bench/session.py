@@ -172,6 +172,7 @@ class Session:
         *,
         wait: Callable[[Any], Any] = lambda x: x,
         device: str | None = None,
+        library: str = "torch",
         has_host_times: bool = True,
         has_clean_l2: bool = False,
     ) -> dict[str, Row]:
@@ -179,7 +180,7 @@ class Session:
 
         On "cuda" this is the device time, and "call_s" is accompanied by "call_host_s" unless
         `has_host_times` is false. With ``device="cpu"`` the host's clock is used on CUDA too. For
-        `has_clean_l2` see `interleaved`.
+        `library` and `has_clean_l2` see `interleaved`.
         """
         thunks: dict[str, Thunk] = {}
         outcome: dict[str, Times | Failure] = {}
@@ -197,6 +198,7 @@ class Session:
                 seconds,
                 wait=wait,
                 device=device or self.device,
+                library=library,
                 min_samples=min_samples,
                 patience=self.patience,
                 has_host_times=has_host_times,

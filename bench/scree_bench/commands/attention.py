@@ -196,7 +196,7 @@ def command(
     of --lengths, --num-seqs, --mean-len, --sigma, --heads, --kv-heads, --dim and --dtype. Comma
     lists in these options and in --causal give all combinations. The share is the rate of useful
     operations relative to this machine's peak for matrix products. On CUDA, JAX is timed by the clock of
-    the host, and PyTorch by events of the device. --tiles finds the best tile of each shape instead: one
+    the GPU, and PyTorch by its events. --tiles finds the best tile of each shape instead: one
     sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, unless --mean-len, --dim
     or --dtype select others.
 
@@ -282,15 +282,15 @@ def _measure(
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase, reason in PARTIAL.get(lib.name, {}).items():
         session.leave_out(f"{phase} on {lib.name}", reason)
-    # Events of PyTorch do not time the streams of JAX, so the host's clock times calls of JAX.
-    clock = "cpu" if lib.name == "jax" else None
     for phase in _phases(lib):
         builds = {
             peer.name: ready[peer.name, phase]
             for peer in peers
             if peer.backward or phase == "forward"
         }
-        for row in session.time(case, f"{phase}_s", builds, wait=lib.wait, device=clock).values():
+        for row in session.time(
+            case, f"{phase}_s", builds, wait=lib.wait, library=lib.name
+        ).values():
             if f"{phase}_s" in row.values:
                 flops = PHASES[phase] * work.flops / row.values[f"{phase}_s"]
                 row.values |= {f"{phase}_flops": flops} | (

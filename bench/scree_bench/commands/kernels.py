@@ -13,7 +13,7 @@ import typer
 
 import scree
 
-from .. import plots, results
+from .. import jax_operations, plots, results
 from ..lengths import lognormal_with_total
 from ..libraries import (
     Function,
@@ -25,7 +25,7 @@ from ..libraries import (
 )
 from ..measure import PATIENCE
 from ..operations import COPY, PHASES, Contender, Operation, measure
-from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
+from ..options import Device, Dtype, KernelBackend, Out, Patience, Quick, Seconds, Seed, data_type
 from ..peers import NO_TIME, compiler_unavailable, importable, unavailable_on_cuda
 from ..results import Result, Row, Table
 from ..session import SECONDS, Session
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 class Batch:
-    """Rows of random tokens on PyTorch, and derived inputs that several operations share."""
+    """Rows of random tokens on PyTorch or JAX, and derived inputs that several operations share."""
 
     def __init__(self, lib: MeasuredLibrary, sizes: Sizes, seed: int, quick: bool = False) -> None:
         self.lib, self.token, self.dtype = lib, sizes.token, sizes.dtype
@@ -66,7 +66,7 @@ class Batch:
         self.values = self.normal(self.total, *sizes.token)
         offsets = lib.make(np.concatenate([[0], np.cumsum(self.lengths)]), "int32")
         self.like = scree.Array(self.values, offsets, max_length=self.max_length)
-        self.bytes = float(self.values.numel() * self.values.element_size())
+        self.bytes = float(self.total * self.width * self.values.dtype.itemsize)
         self.quick = quick
         self.left_out: dict[str, str] = {}
 
@@ -610,6 +610,7 @@ def command(
         str, typer.Option(help="Batches, by prefixes of names; text is the batch of these options.")
     ] = "",
     operations: Annotated[str, typer.Option(help="Operations, by prefixes of names.")] = "",
+    backend: KernelBackend = "torch",
     device: Device = "auto",
     seed: Seed = 0,
     seconds: Seconds = SECONDS,
@@ -647,8 +648,13 @@ def command(
                 f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}"
             )
         names: list[str] = []
-        for lib in installed_libraries(session, "torch", ("torch",)):
+        for lib in installed_libraries(session, backend, ("torch", "jax"), on_cuda=("jax",)):
             for what, (sizes, makers) in session.track(chosen.items()):
+                if lib.name == "jax":
+                    if what != TEXT:
+                        session.leave_out(f"{what} on jax", "runs on PyTorch only")
+                        continue
+                    makers = jax_operations.OPERATIONS
                 batch = Batch(lib, sizes, seed, quick)
                 case = {
                     "rows": len(batch.lengths),

@@ -12,7 +12,7 @@ import typer
 
 import scree
 
-from .. import plots, results
+from .. import jax_operations, plots, results
 from ..formulas import EPS
 from ..libraries import (
     Function,
@@ -23,7 +23,18 @@ from ..libraries import (
 )
 from ..measure import PATIENCE
 from ..operations import PHASES, Contender, Operation, measure
-from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, parse_numbers
+from ..options import (
+    Device,
+    Dtype,
+    KernelBackend,
+    Out,
+    Patience,
+    Quick,
+    Seconds,
+    Seed,
+    data_type,
+    parse_numbers,
+)
 from ..peers import NO_TIME, compiler_unavailable, unavailable_on_cuda
 from ..results import Result, Table
 from ..session import SECONDS, Session
@@ -116,6 +127,7 @@ def command(
         typer.Option(help=f"Tokens x width; {SHAPES['cuda']} on CUDA, {SHAPES['cpu']} on the CPU."),
     ] = "",
     dtype: Dtype = "",
+    backend: KernelBackend = "torch",
     device: Device = "auto",
     seed: Seed = 0,
     seconds: Seconds = SECONDS,
@@ -123,7 +135,7 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Measure rms_norm and layer_norm, forward and backward, relative to a plain copy.
+    """Measure rms_norm and layer_norm, forward and backward, relative to a plain copy of PyTorch.
 
     Only necessary bytes count. Forward reads x and writes the result; backward reads x and the
     gradient, and writes a gradient. The share is relative to a plain copy of as many bytes. The
@@ -139,7 +151,7 @@ def command(
                 f"--shapes: expected tokens x width, such as 12160x4096, got {shapes!r}"
             )
         sizes = [[64, 256]] if quick else sizes
-        for lib in installed_libraries(session, "torch", ("torch",)):
+        for lib in installed_libraries(session, backend, ("torch", "jax"), on_cuda=("jax",)):
             for tokens, width in session.track(sizes):
                 for name in NORMS:
                     measure(
@@ -159,8 +171,6 @@ def _operation(
     dtype: str,
     seed: int,
 ) -> Operation:
-    import torch.nn.functional as F  # noqa: N812
-
     normal = lib.normal(seed, dtype)
     x, w = normal(tokens, width), normal(width)
     leaves = {"rms_norm": (x, w), "layer_norm": (x, w, normal(width))}.get(name) or (
@@ -171,8 +181,13 @@ def _operation(
     rows = scree.Array(
         x, lib.make(np.asarray([0, tokens // 3, tokens]), "int32"), max_length=tokens
     )
-    plain, passes = NORMS[name]
-    traffic, (forward, backward) = float(x.numel() * x.element_size()), passes
+    plain, (forward, backward) = NORMS[name]
+    size = float(tokens * width * x.dtype.itemsize)
+    traffic = forward * size, backward * size, (forward + backward) * size
+    if lib.name == "jax":
+        return jax_operations.norm(name, rows, leaves, traffic)
+
+    import torch.nn.functional as F  # noqa: N812
 
     def build(run: Function) -> Contender:
         return lambda: (run, leaves)
@@ -181,7 +196,7 @@ def _operation(
     return Operation(
         name,
         {contender: build(run) for contender, run in runs.items()},
-        (forward * traffic, backward * traffic, (forward + backward) * traffic),
+        traffic,
         lambda: plain(F)(*map(lib.as_float64, leaves)),
     )
 

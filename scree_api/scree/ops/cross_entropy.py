@@ -5,7 +5,6 @@ It comes alone and fused with the product that makes the logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from ..broadcasting import (
 )
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
+from ..records import record
 from .segment import divide_by_weight, safe_divide, segment_reduce
 
 #: The mean or the sum over all tokens, the mean of each row, or the loss of each token.
@@ -78,7 +78,7 @@ class LossCall:
         return with_values_like(self.tokens, reduced) if self.reduction == "none" else reduced
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class CrossEntropyCall(LossCall):
     """A validated call of `cross_entropy`.
 
@@ -109,7 +109,7 @@ class CrossEntropyCall(LossCall):
         _check_targets(self, self.values.shape[1])
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class LinearCrossEntropyCall(LossCall):
     """A validated call of `linear_cross_entropy`.
 

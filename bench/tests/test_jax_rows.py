@@ -1,0 +1,78 @@
+"""The rows of JAX: operations against NumPy, and the clock of the GPU without a GPU."""
+
+import itertools
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.needs("jax", "torch", "triton")
+
+
+@pytest.fixture(scope="module")
+def jax_library():
+    from scree_bench import libraries
+
+    return libraries.load("jax")
+
+
+def compare(lib, operation):
+    expected = operation.reference()
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for name, build in operation.contenders.items():
+        function, args = build()
+        actual = lib.compiled(function)(*args)
+        actual = actual if isinstance(actual, tuple) else (actual,)
+        for x, y in zip(actual, expected, strict=True):
+            x = lib.as_float64(x).reshape(np.shape(y))
+            error = np.abs(x - y).max() / np.abs(y).max()
+            assert error < 1e-5, (operation.name, name, error)
+
+
+def test_operations_on_rows_match_numpy(jax_library):
+    from scree_bench import jax_operations
+    from scree_bench.commands.kernels import Batch, Sizes
+
+    sizes = Sizes(lambda rng: rng.integers(3, 20, 6), (64,), "float32")
+    batch = Batch(jax_library, sizes, 0)
+    operations = [make(batch) for make in jax_operations.OPERATIONS]
+    names = {operation.name for operation in operations}
+    assert {"softmax", "sum of rows", "rope", "grouped product"} < names
+    for operation in operations:
+        compare(jax_library, operation)
+
+
+def test_norms_match_numpy(jax_library):
+    from scree_bench.commands import norms
+
+    for name in norms.NORMS:
+        compare(jax_library, norms._operation(None, jax_library, name, 12, 64, "float32", 0))
+
+
+class Now:
+    """A reading of the clock, as two int32."""
+
+    def __init__(self, nanoseconds, is_ready):
+        self.words, self.is_ready = np.asarray([nanoseconds]).view(np.int32), lambda: is_ready
+        self.block_until_ready = lambda: self
+
+    def __array__(self, dtype=None, copy=None):
+        return self.words.reshape(1, 2)
+
+
+def test_device_samples_are_differences_of_the_clock(monkeypatch):
+    clock = import_module("scree_bench.jax_clock")
+    spins, calls = [], []
+    # The first call warms up. The device of the second sample woke up early.
+    readings = iter([(0, 0), (5 << 40, 0), ((5 << 40) + 7000, 0), (1, 1), (9, 1), (4, 0), (304, 0)])
+
+    def read(nanoseconds=0):
+        spins.append(nanoseconds)
+        return lambda: Now(*next(readings))
+
+    monkeypatch.setattr(clock, "clock", read)
+    monkeypatch.setattr(clock, "_fill", lambda: None)
+    samples = clock.device_samples(lambda: calls.append("call"))
+    assert [*itertools.islice(samples, 2)] == pytest.approx([7e-6, 3e-7])
+    assert len(calls) == 3
+    assert spins[1] == int(1e9 * clock.MIN_SPIN)
