@@ -166,6 +166,43 @@ def test_forms_have_the_loss_of_numpy_and_one_gradient(documents, size, recomput
             assert (a - b).abs().max() < 1e-5 * b.abs().max() + 1e-6, form
 
 
+def kept_bytes(form, documents, recompute):
+    """The bytes of all arrays that the backward pass of a form keeps, without parameters."""
+    import torch
+
+    from scree_bench.training import models
+    from scree_bench.training.forms import FORMS, Plan
+    from scree_bench.training.text import Batches
+
+    rows = Batches(documents, 192, 0).take()
+    plan = Plan(models.SIZES["tiny"], 192, len(rows), 64, recompute)
+    p = models.parameters(plan.size, "cpu", torch.float32, 0)
+    (part,) = FORMS[form].parts(plan, rows)
+    loss = FORMS[form].make_loss(plan, lambda x, *labels: x.sum())
+    kept, parameters = {}, {x.untyped_storage().data_ptr() for x in p.values()}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss(p, *map(torch.from_numpy, part.arrays))
+    return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in parameters)
+
+
+@pytest.mark.parametrize("form", ["scree", "varlen_attn"])
+def test_recomputed_activations_are_not_kept(documents, form, monkeypatch):
+    from scree_bench.training import models
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_over_documents)
+    all_of_them, fewer, least = (kept_bytes(form, documents, x) for x in models.RECOMPUTE)
+    size = models.SIZES["tiny"]
+    # Activations, and the queries and keys before the rotation.
+    numbers = size.hidden + (size.heads + size.kv_heads) * size.dim
+    assert all_of_them - fewer >= 4 * 192 * size.layers * numbers
+    assert least < fewer
+
+
 def test_packed_forms_get_the_same_tokens_and_labels(documents):
     from scree_bench.training import forms, models
     from scree_bench.training.text import Batches, labels

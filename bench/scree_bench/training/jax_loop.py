@@ -1,6 +1,6 @@
 """The training loop on JAX: the Llama of `models`, with optax, compiled as one function per step.
 
-Initial weights, batches, loss, schedule and optimizer are those of `loop`. The number of tokens and
+Initial weights, batches, loss, schedule and optimizer are the same as in `loop`. The number of tokens and
 of rows is fixed, so the function compiles once.
 """
 
