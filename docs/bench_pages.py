@@ -17,7 +17,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 from scree_bench import pages, plots
-from scree_bench.results import Result
+from scree_bench.results import Result, Table
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
@@ -46,6 +46,12 @@ def runs() -> list[Result]:
     if messages:
         raise ValueError("; ".join(messages))
     return read
+
+
+@cache
+def guide_tables() -> dict[str, Table]:
+    """Return the tables that guides name."""
+    return pages.guide_tables(runs())
 
 
 @cache
@@ -110,9 +116,12 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Write the overview with its pictures, and the pictures that other pages name."""
+    """Write the overview with its pictures, and the pictures and tables that other pages name."""
     if page.file.src_uri == "bench.md":
         return pages.overview(runs(), "bench", placeholder)
+    markdown = re.sub(
+        r"<!-- table: ([\w-]+) -->", lambda match: guide_tables()[match[1]].markdown(), markdown
+    )
     return re.sub(
         r"<!-- picture: ([\w-]+) -->", r'<div class="chart" data-picture="\1"></div>', markdown
     )

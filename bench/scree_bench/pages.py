@@ -145,7 +145,7 @@ class Answer(NamedTuple):
 def overview(runs: Sequence[Result], folder: str, embed: Embed) -> str:
     """Return the overview in Markdown. The pages per machine are in `folder`."""
     parts = [INTRODUCTION, *_contents(runs, folder)]
-    for question in (attention, decode, kernels, training, cpu):
+    for question in (attention, decode, kernels, training, shards, shards_training, cpu):
         answer = question(runs)
         if answer is not None:
             picture = embed(*answer.picture)
@@ -352,6 +352,147 @@ def training(runs: Sequence[Result]) -> Answer | None:
     title = f"{_short(chosen[0])}: a block and a training step, less is better, one scale each"
     picture = partial(_bars, groups=groups, kind="both_s", title=title)
     return Answer("Training", text, _table(header, lines), ("overview-training", picture), chosen)
+
+
+def shards(runs: Sequence[Result]) -> Answer | None:
+    """Compare attention over several GPUs with one GPU."""
+    chosen = [r for r in runs if r.command == "shards" and "gpu" in r.machine]
+    table = shards_attention_table(chosen)
+    if not table.lines:
+        return None
+    groups: dict[str, dict[str, float]] = {}
+    for _, case, rows in _shard_cases(chosen):
+        label = f"{case['processes']} GPUs"
+        groups.setdefault(case["batch"], {})[label] = rows["scree"].values[_EFFICIENCY]
+    text = (
+        "Forward and backward of causal attention with 32 and 8 heads of 128. The efficiency is the "
+        "time of one GPU, divided by the number of GPUs and by the time of the slowest of them. "
+        "[More than one GPU](guides/multi-gpu.md) explains both exchanges."
+    )
+    title = "Efficiency of a step of attention over several GPUs: right is better"
+    picture = partial(_dots, groups=groups, title=title, limit="linear")
+    names = "Attention over several GPUs", "overview-shards"
+    used = [r for r in chosen if any(_EFFICIENCY in row.values for row in r.rows)]
+    return Answer(names[0], text, table, (names[1], picture), used)
+
+
+#: The value of a row that has the efficiency of a step.
+_EFFICIENCY = "step_efficiency_share"
+
+
+def _shard_cases(runs: Sequence[Result]) -> Iterator[tuple[Result, dict[str, Any], dict[str, Row]]]:
+    """Yield the cases of attention over several GPUs, the same batches one after another."""
+    cases = [
+        (r, case, rows)
+        for r in runs
+        for case, rows in _cases(r, lambda row: "batch" in row.case and "model" not in row.case)
+        if _EFFICIENCY in rows["scree"].values
+    ]
+    order = list(dict.fromkeys(case["batch"] for _, case, _ in cases))
+    yield from sorted(cases, key=lambda x: (order.index(x[1]["batch"]), x[1]["processes"]))
+
+
+def shards_attention_table(runs: Sequence[Result]) -> results.Table:
+    """Return the efficiency of attention over several GPUs: one line per batch and number of GPUs."""
+    lines = []
+    for r, case, rows in _shard_cases(runs):
+        scree, share = rows["scree"].values, unit(_EFFICIENCY).show
+        forms = {form: rows.get(f"scree, {form}") for form in ("keys", "heads")}
+        efficiencies = {x: row.values[_EFFICIENCY] for x, row in forms.items() if row is not None}
+        # The form that has no row of its own is the form that attention chose.
+        default = "none"
+        if efficiencies:
+            default = "keys" if "heads" in efficiencies else "heads"
+            efficiencies[default] = scree[_EFFICIENCY]
+        base = rows["scree, one device"].values["step_s"] / case["processes"]
+        peer = min(
+            (row.values["step_s"] for who, row in rows.items() if who.startswith("ring")),
+            default=None,
+        )
+        lines.append([
+            _short(r), case["batch"], str(case["processes"]),
+            unit("step_s").show(base * case["processes"]), unit("step_s").show(scree["step_s"]),
+            default, share(scree[_EFFICIENCY]), share(scree["forward_efficiency_share"]),
+            *(share(efficiencies[x]) if x in efficiencies else "" for x in forms),
+            share(base / peer) if peer else "",
+            unit("received_bytes").show(scree.get("received_bytes", 0.0)),
+        ])  # fmt: skip
+    header = ["machine", "batch", "GPUs", "one GPU", "scree", "exchange", "efficiency", "forward",
+              "by keys", "by heads", "best of ring-flash-attention", "received per GPU, forward"]  # fmt: skip
+    return _table(header, lines)
+
+
+def shards_training(runs: Sequence[Result]) -> Answer | None:
+    """Compare training over several GPUs with one GPU."""
+    chosen = [r for r in runs if r.command == "shards" and "gpu" in r.machine]
+    chosen = [r for r in chosen if any("model" in row.case for row in r.rows)]
+    table = shards_training_table(chosen)
+    if not table.lines:
+        return None
+    groups: dict[str, dict[str, float]] = {}
+    for row in (row for r in chosen for row in r.rows if "model" in row.case):
+        if "efficiency_share" in row.values:
+            label = f"{row.case['model']}, {row.case['batch']}, {row.case['processes']} GPUs"
+            mode = row.who.removeprefix("scree, ")
+            mode = "context x data, FSDP2" if " x " in mode else mode
+            groups.setdefault(label, {})[mode] = row.values["efficiency_share"]
+    text = (
+        "Data parallel training has one batch per GPU. Context parallel training cuts one batch "
+        "over all GPUs, and a mesh cuts each of its batches over some GPUs."
+    )
+    title = "Efficiency of training over several GPUs: right is better"
+    picture = partial(_dots, groups=groups, title=title, limit="linear")
+    return Answer(
+        "Training over several GPUs", text, table, ("overview-shards-training", picture), chosen
+    )
+
+
+def shards_training_table(runs: Sequence[Result]) -> results.Table:
+    """Return the speed of training over several GPUs: one line per model, batch and mode."""
+    keyed = []
+    for r in runs:
+        base: dict[str, float] = {}
+        for row in (row for row in r.rows if "model" in row.case and "step_tokens" in row.values):
+            case, values = row.case, row.values
+            key, rate = f"{case['model']}, {case['batch']}", values["step_tokens"]
+            base.setdefault(key, rate)  # the first row has one device
+            if "efficiency_share" not in values:
+                continue
+            show, memory = unit("step_tokens").show, values.get("memory_bytes")
+            order = case["model"], -case["rows"], case["processes"]
+            keyed.append((order, [
+                _short(r), case["model"], f"{case['rows']} documents" if case["rows"] > 1 else case["batch"],
+                str(case["processes"]), row.who.removeprefix("scree, "), show(base[key]), show(rate),
+                f"{rate / base[key]:.2f}", unit("efficiency_share").show(values["efficiency_share"]),
+                unit("memory_bytes").show(memory) if memory else "",
+                f"{values['loss_error']:.0e}",
+            ]))  # fmt: skip
+    lines = [line for _, line in sorted(keyed, key=lambda entry: entry[0])]
+    header = ["machine", "model", "batch", "GPUs", "mode", "one GPU", "all GPUs", "over one GPU",
+              "efficiency", "memory per GPU", "difference of losses"]  # fmt: skip
+    return _table(header, lines)
+
+
+def shards_balance_table(runs: Sequence[Result]) -> results.Table:
+    """Return the time of the slowest of several GPUs relative to their mean."""
+    lines = [
+        [
+            _short(r), str(row.case["processes"]), row.who.removeprefix("scree, "),
+            str(row.case["window"]), f"{row.values['slowest_rank_ratio']:.2f}",
+        ]
+        for r in runs for row in r.rows if "token_cost_value" in row.values
+    ]  # fmt: skip
+    return _table(["machine", "GPUs", "cost", "batches per window", "slowest over mean"], lines)
+
+
+def guide_tables(runs: Sequence[Result]) -> dict[str, results.Table]:
+    """Return the tables that guides name, as in ``<!-- table: shards-attention -->``."""
+    chosen = [r for r in runs if r.command == "shards" and "gpu" in r.machine]
+    return {
+        "shards-attention": shards_attention_table(chosen),
+        "shards-training": shards_training_table(chosen),
+        "shards-balance": shards_balance_table(chosen),
+    }
 
 
 def cpu(runs: Sequence[Result]) -> Answer | None:

@@ -334,6 +334,8 @@ def dots(axes: Any, groups: Mapping[str, Mapping[str, float]], title: str, limit
     axes.set_xscale("log")
     steps = [0.001, 0.01, 0.03, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100]
     low, high = min([*values, 0.9]) / 1.1, max([*values, 1.1]) * 1.1
+    if high < 2.5 * low:
+        steps = [0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4]
     axes.xaxis.set_major_locator(FixedLocator([x for x in steps if low <= x <= high]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")

@@ -615,6 +615,25 @@ def test_pictures_that_pages_name_exist():
         assert named <= names, page
 
 
+def test_tables_that_guides_name_have_the_numbers_of_committed_runs():
+    tables = pages.guide_tables(committed_runs())
+    text = (DOCS / "guides" / "multi-gpu.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- table: ([\w-]+) -->", text)) == set(tables)
+    for name, table in tables.items():
+        assert table.lines and {len(line) for line in table.lines} == {len(table.header)}, name
+    # The efficiency follows from the times of the same line.
+    columns = [tables["shards-attention"].header.index(x) for x in ("GPUs", "efficiency")]
+    row = next(row for run in committed_runs() for row in run.rows
+               if row.who == "scree" and "step_efficiency_share" in row.values)  # fmt: skip
+    shown = f"{row.values['step_efficiency_share']:.1%}"
+    expected = str(row.case["processes"]), shown
+    assert expected in [
+        tuple(line[i] for i in columns)
+        for line in tables["shards-attention"].lines
+        if row.case["batch"] in line
+    ]
+
+
 @pytest.mark.parametrize("tag", ["cpu", "h100", "h200"])
 def test_committed_machine_pages_have_scree_and_peers(tag):
     text = pages.machine_page(committed_runs(), tag, lambda name, draw: f"PICTURE {name}")

@@ -277,6 +277,7 @@ def test_losses_of_scree_and_of_the_reference_stay_together(tmp_path, text):
     options = *text, "--steps", "12", "--contenders", "scree:eager,padded sorted", "--profile"
     said = run(*options, "--out", tmp_path)
     result = results.read(tmp_path / "train-cpu.json")
+    assert all("host_s" in row.values for row in result.rows if row.case["part"] == "timed")
     assert "parts of a step" in said and "tokens/s / padded sorted" in said
     curves = result.extra["curves"]
     ours, reference = (np.asarray(curves[f"{who}, seed 0"]) for who in ("scree", "padded sorted"))
@@ -313,12 +314,42 @@ def test_parts_of_the_reference_cost_the_least(monkeypatch):
     assert sum(part.targets for part in parts) == sum(len(row) - 1 for row in rows)
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
+def test_step_clips_the_norm_of_the_gradient(documents, clip):
+    import torch
+
+    from scree_bench.training import loop, models
+    from scree_bench.training.forms import Plan
+
+    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 192, 24, 64)
+    settings = loop.Settings(plan, "cpu", "fp32", 1, steps=4, warm_up=1, rate=1e-3, clip=clip)
+    training = loop.Training(settings, documents, "scree", False, "chunked")
+    loss, taken = training.loss, {}
+
+    def record(parameters, *arrays):
+        taken["parameters"], taken["arrays"] = parameters, arrays
+        return loss(parameters, *arrays)
+
+    training.loss = record
+    before = {name: p.detach().clone() for name, p in training.parameters.items()}
+    training.run()
+    leaves = {name: p.requires_grad_() for name, p in before.items()}
+    loss(leaves, *taken["arrays"]).backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(leaves.values(), clip)
+    # The first moment is a tenth of the gradient after one step.
+    for name, p in training.parameters.items():
+        expected = 0.1 * leaves[name].grad
+        got = training.optimizer.state[p]["exp_avg"]
+        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9, name
+
+
 @pytest.mark.needs("jax", "optax")
 def test_jax_makes_the_same_steps_and_compiles_once(documents):
     from scree_bench.training import jax_loop, loop, models
     from scree_bench.training.forms import Plan
 
-    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 192, 24, 64)
+    plan = Plan(models.SIZES["tiny"]._replace(layers=1), 192, 24, 64, "activations")
     settings = loop.Settings(plan, "cpu", "fp32", accumulate=1, steps=6, warm_up=2, rate=3e-3)
     losses = []
     for make, form in ((loop.Training, "scree"), (jax_loop.JaxTraining, "scree JAX")):

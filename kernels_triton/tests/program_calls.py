@@ -76,7 +76,7 @@ def _linear_cross_entropy_options(
 ) -> torch.Tensor:
     labels, options = x.with_values(classes), _loss_options(CLASSES, weight)
     loss, accuracy = scree.namespace(x).ragged.linear_cross_entropy(
-        x, weight[:CLASSES], labels, **options
+        x, weight[:CLASSES], labels, max_logits=1 << 20, **options
     )
     return loss + accuracy
 

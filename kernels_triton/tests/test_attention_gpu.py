@@ -184,6 +184,16 @@ def share_tiles(monkeypatch):
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
 
 
+@pytest.fixture
+def no_few_tiles(monkeypatch):
+    """Let small batches take the tiles of large ones."""
+    from scree_triton.attention import launch_configs
+
+    monkeypatch.setattr(launch_configs, "FEW_QUERIES", 0)
+    monkeypatch.setattr(launch_configs, "SMALL_TILE_COST", math.inf)
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+
+
 def run(case, p, max_length=None):
     from scree_triton.attention.interface import attention
 
@@ -236,18 +246,43 @@ def test_error(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, slack=slack, **mask)
-        for (dtype, dim, dim_v), (k_lengths, slack), mask in itertools.product(
-            ((f16, 32, 32), (bf16, 64, 64), (f16, 128, 128), (bf16, 80, 128)),
-            ((None, 0), (LONGER, 0), (None, 70)),
-            (MASKS[1], MASKS[3], MASKS[6]),
-        )
+        *(
+            Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, slack=slack, **mask)
+            for (dtype, dim, dim_v), (k_lengths, slack), mask in itertools.product(
+                ((f16, 32, 32), (bf16, 64, 64), (f16, 128, 128), (bf16, 80, 128)),
+                ((None, 0), (LONGER, 0), (None, 70)),
+                (MASKS[1], MASKS[3], MASKS[6]),
+            )
+        ),
+        *(
+            Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, slack=70, **mask)
+            for (dtype, dim), (k_lengths, mask) in itertools.product(
+                ((bf16, 160), (f16, 192)), ((None, MASKS[1]), (LONGER, MASKS[6]))
+            )
+        ),
     ],
     ids=lambda c: c.name,
 )
 def test_few_short_rows(case):
     """Few rows with a known short bound take smaller tiles."""
     check(case, max_length=500)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, dim, dim, 4, 2, lengths, slack=slack, **mask)
+        for (dtype, dim), (lengths, slack), mask in itertools.product(
+            ((f16, 64), (bf16, 72), (bf16, 128), (f16, 160)),
+            (((1, 63, 64, 65, 0, 192, 127, 5, 191), 0), ((128, 99, 0, 129), 70)),
+            (MASKS[0], MASKS[1]),
+        )
+    ],
+    ids=lambda c: c.name,
+)
+def test_short_rows(case, no_few_tiles):
+    """Many rows of at most 192 tokens take tiles of their own."""
+    check(case, max_length=192)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +337,7 @@ def test_rows_share_tiles(case, share_tiles):
     ],
     ids=lambda c: c.name,
 )
-def test_long_rows(case):
+def test_long_rows(case, no_few_tiles):
     """Rows that are known to be long take larger tiles."""
     check(case, max_length=max(LONGEST))
 

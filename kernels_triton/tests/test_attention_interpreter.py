@@ -35,7 +35,7 @@ from scree_triton.attention import (
     tile_scheduler,
 )
 from scree_triton.attention.base_config import count_heads_in_l2, raise_head_count
-from scree_triton.attention.dkdv_splits import choose_splits, estimate_work
+from scree_triton.attention.dkdv_splits import KeyTileWork, choose_splits, estimate_work
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import get_launch_config
 from scree_triton.attention.metadata import (
@@ -524,6 +524,16 @@ def test_raise_head_count_one_tile_with_most_work_runs_all_heads_beyond_the_l2_c
     spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
     works = [estimate_work(68, 100_000, 110_000, 110_000, 192, spec, aligned=False)]
     assert raise_head_count(12, 4, works, 132, 100_000 * 256 // 4) == 12
+
+
+@pytest.mark.parametrize(
+    "total_q, total_k, expected",
+    [(10_000, 100_000, 16), (10_000, 400_000, 4), (200_000, 400_000, 8), (500_000, 400_000, 16)],
+)
+def test_choose_splits_bounds_the_bytes_of_partial_sums(total_q, total_k, expected):
+    """One tile takes longer than all others, so the most splits are fastest."""
+    work = KeyTileWork(1e12, 1e12, 1.0)
+    assert choose_splits(16, 1, total_q, total_k, 128, [work], 132) == expected
 
 
 def test_choose_splits_one_query_head_per_key_head_returns_one():

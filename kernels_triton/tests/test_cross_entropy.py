@@ -56,6 +56,33 @@ def small_chunks(request, monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "SECOND_PASS_TILE", (4, 16))
 
 
+@pytest.mark.parametrize(
+    ("max_logits", "products"),
+    [(None, 1 + 4), (99, 1 + 4), (100, 3), (250, 2), (10_000, 1)],
+    ids=str,
+)
+def test_allowed_logits_are_computed_once(max_logits, products, monkeypatch):
+    """Two tokens are enough for one pass over their logits; otherwise there are two passes."""
+    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 2)
+    monkeypatch.setattr(linear_cross_entropy, "MAX_CLASSES_PER_WIDTH", 0)
+    monkeypatch.setattr(linear_cross_entropy, "SECOND_PASS_TILE", (16, 16))
+    visits, visit = [], linear_cross_entropy.visit_logits
+    monkeypatch.setattr(
+        linear_cross_entropy,
+        "visit_logits",
+        lambda *args, **options: (visits.append(args), visit(*args, **options)),
+    )
+    x, weight, bias, targets = parts = problem([3, 0, 4, 2], 24, 50, f32, True)
+    leaves = [x.values, weight, bias]
+    loss = scree.linear_cross_entropy(
+        x, weight, targets, bias, max_logits=max_logits, kernel="triton"
+    )
+    results = loss.detach(), *torch.autograd.grad(loss, leaves)
+    for got, expected in zip(results, exact(*parts, "mean", torch.float64), strict=True):
+        assert distance(got, expected) < 1e-6
+    assert len(visits) == products
+
+
 @pytest.mark.parametrize("reduction, bias", [("mean", True), ("sum", False)])
 @pytest.mark.parametrize("dtype", [f32, f16] if INTERPRETED else [f32, f16, bf16])
 def test_chunks(small_chunks, dtype, reduction, bias):

@@ -11,7 +11,6 @@ from .dispatch.registry import register_kernel, unregister_kernel
 from .indexing.at import at
 from .namespace import namespace
 from .ragged import *  # noqa: F403
-from .standard import Namespace
 
 if TYPE_CHECKING:
     from . import data, distributed, xp
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from .io import load, save
     from .ops.rope_scaling import RopeScaling, rope_frequencies
     from .page_pool import PagePool
+    from .standard import Namespace
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ += ragged.__all__
 
 #: Names that few programs need -> the module that is imported on first use.
 _LAZY = {
+    "Namespace": "standard",
     "PagePool": "page_pool",
     "RopeScaling": "ops.rope_scaling",
     "bucket": "data.bucket",

@@ -19,6 +19,7 @@ from . import checks
 from .backends import backend, is_array
 from .hints import missing_from_array
 from .layout import SHARD_LAYOUTS, Layout, check_offsets
+from .records import record
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class UpperLayers:
     """The functions of higher layers that methods of `Array` call.
 
@@ -585,7 +586,7 @@ def restore(values: Any, offsets: Any, ragged_dim: int, max_length: int | None) 
     return Array(values, offsets, ragged_dim, max_length)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class At:
     """A ragged array that takes the index of the entries to update."""
 
@@ -595,7 +596,7 @@ class At:
         return Update(self.array, key)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Update:
     """Selected entries of a ragged array; every method returns a new array."""
 

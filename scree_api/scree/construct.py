@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from .backends import backend, is_array
 from .broadcasting import check_ragged
 from .dispatch.operation import define_operation
 from .layout import Layout, index_dtype
+from .records import record
 
 __all__ = ["from_cu_seqlens", "from_lengths", "from_offsets", "from_segment_ids", "pack", "unpack"]
 
@@ -60,7 +61,7 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         raise
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class PackCall:
     """A validated call of `pack`.
 
@@ -259,7 +260,7 @@ def from_lengths(
     return Array(values, offsets, ragged_dim, max_length)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class OffsetsCall:
     """The offsets of rows whose lengths only a device knows.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import update_wrapper
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import display as display  # attaches the display of arrays
 from . import providers as providers  # registers kernels when a library is loaded
@@ -20,10 +20,9 @@ from .functions import EXTENSIONS, KINDS, Kind, bind
 from .hints import missing_from_namespace
 from .indexing.at import update
 from .indexing.getitem import getitem
-from .standard import Fft, Linalg, Namespace
 
-#: The extensions of the standard and their types.
-PROTOCOLS: dict[str, type] = {"linalg": Linalg, "fft": Fft}
+if TYPE_CHECKING:
+    from .standard import Namespace
 
 
 def namespace(*arrays: Any, api_version: str | None = None) -> Namespace:
@@ -95,9 +94,12 @@ def build_namespace(lib: Backend) -> None:
     It is made when the library is loaded, because the first call may be inside a compiled function,
     where no module can be made.
     """
+    from .standard import Fft, Linalg, Namespace  # a large module, for its docstrings only
+
     doc = f"The Array API standard for ragged and dense arrays of {lib.name}."
     module = _make_module(f"scree.xp.{lib.name}", doc, lib.xp, KINDS, Namespace, lib)
-    for name, protocol in PROTOCOLS.items():
+    protocols: dict[str, type] = {"linalg": Linalg, "fft": Fft}
+    for name, protocol in protocols.items():
         if hasattr(lib.xp, name):
             extension = _make_module(
                 f"scree.xp.{lib.name}.{name}",
@@ -125,7 +127,7 @@ def _make_module(
     names = [x for x in table if hasattr(library, x)]
 
     def missing(attribute: str) -> NoReturn:
-        operations = () if protocol is not Namespace else ragged.__all__
+        operations = ragged.__all__ if table is KINDS else ()
         raise AttributeError(missing_from_namespace(attribute, names, operations))
 
     specification = type(protocol.__name__, (protocol,), {})()  # its methods are bound

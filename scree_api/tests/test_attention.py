@@ -72,11 +72,11 @@ def test_attention_scale_not_positive_gives_the_definition(
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not among the libraries under test")
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_attention_scale_not_positive_has_a_finite_gradient(scale: float) -> None:
-    torch = pytest.importorskip("torch")
-    if "torch" not in NAMES:
-        pytest.skip("PyTorch is not among the libraries under test")
+    import torch
+
     values = torch.from_numpy(draw(0, 2)).requires_grad_()
     x = scree.from_lengths(values, LENGTHS)
     scree.attention(x, x, x, causal=True, scale=scale).values.square().sum().backward()

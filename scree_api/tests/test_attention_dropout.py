@@ -137,10 +137,10 @@ def test_dropout_mean_over_seeds_is_the_output_without_dropout() -> None:
     assert np.abs(error / deviation).max() < 6
 
 
+@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not among the libraries under test")
 def test_dropout_gradient_uses_the_mask_of_the_forward_pass() -> None:
-    torch = pytest.importorskip("torch")
-    if "torch" not in NAMES:
-        pytest.skip("PyTorch is not among the libraries under test")
+    import torch
+
     q, k, v = (
         torch.from_numpy(draw([20], heads, i, np.float64)).requires_grad_()
         for i, heads in enumerate((4, 2, 2))
@@ -155,10 +155,10 @@ def test_dropout_gradient_uses_the_mask_of_the_forward_pass() -> None:
     assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
+@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
 def test_dropout_traced_seed_gives_the_same_mask() -> None:
-    jax = pytest.importorskip("jax")
-    if "jax" not in NAMES:
-        pytest.skip("JAX is not among the libraries under test")
+    import jax
+
     q, k, v = make_qkv(jax.numpy.asarray)
 
     def attend(seed: Any) -> Any:

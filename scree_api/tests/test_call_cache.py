@@ -370,3 +370,51 @@ def test_wrong_call_raises_the_same_with_and_without_a_cached_call(
                 f(*args, **options)
             refused.append((error.type, str(error.value)))
         assert refused[0] == refused[1]
+
+
+@pytest.mark.parametrize("is_ragged", [True, False])
+def test_repeated_calls_on_paged_caches_select_a_kernel_once(is_ragged: bool) -> None:
+    calls: list[Any] = []
+
+    def prepare(call: Any) -> Callable[..., Any]:
+        return lambda **arrays: arrays
+
+    for name in ("paged_attention", "append_paged"):
+        scree.register_kernel(name, provider="mine", rejects=calls.append, prepare=prepare)(
+            lambda call: call
+        )
+    q, k = rows([0, 1, 2]), rows([0, 1, 2])
+    pages, numbers = torch.zeros(4, 2, 2, 8), torch.arange(4, dtype=torch.int32)
+    lengths, table = torch.tensor([3, 2]), numbers.reshape(2, 2)
+    if is_ragged:
+        table = scree.from_lengths(numbers, [2, 2])
+
+    def attend(**changes: Any) -> Any:
+        arguments = {"q": q, "k_pages": pages, "v_pages": pages.clone(), "page_table": table}
+        return scree.paged_attention(**(arguments | {"kv_lengths": lengths} | changes))
+
+    def append(**changes: Any) -> Any:
+        arguments = {"k": k, "v": k, "k_pages": pages, "v_pages": pages, "page_table": table}
+        return scree.append_paged(**(arguments | {"kv_lengths": lengths} | changes))
+
+    attend(window=1, scale=1.0, split_size=1)
+    append(q=q.with_values(q.values), rope={"theta": 1.0, "rotary_dim": 2})
+    for f in (attend, append):
+        f()
+        before = len(calls)
+        result = f(kv_lengths=lengths + 1)
+        assert len(calls) == before and result["kv_lengths"].tolist() == [4, 3]
+        f(k_pages=torch.zeros(8, 2, 2, 8)[::2])
+        f(k_pages=torch.zeros(4, 2, 2, 8).transpose(1, 2))
+        assert len(calls) == before + 2
+        with pytest.raises(TypeError, match="page_table"):
+            f(page_table=[[0, 1], [2, 3]])
+        with pytest.raises(ValueError, match="kv_lengths"):
+            f(kv_lengths=lengths[:1])
+    wrongs: list[dict[str, Any]] = [{"causal": 1}, {"window": True}, {"split_size": True}]
+    for wrong in (*wrongs, {"return_lse": 0}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            attend(**({"window": 1, "scale": 1.0, "split_size": 1} | wrong))
+    for wrong in ({"rotary_dim": 2.0}, {"rotary_dim": 2, "interleaved": 0}):
+        with pytest.raises(TypeError, match=[*wrong][-1]):
+            append(q=q.with_values(q.values), rope={"theta": 1.0} | wrong)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -124,18 +125,27 @@ def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
 def check_heads(mesh: Any, size: int) -> None:
     """Exchange heads for tokens, which all masks and slopes allow."""
     lengths = make_lengths(2)
-    total, heads = int(lengths.sum()), (2 * size, size)
-    leaves = [random(i, total, h, 4) for i, h in enumerate((*heads, heads[1]))]
+    # Two key heads per rank, which large batches exchange in two chunks; values are wider.
+    total, heads = int(lengths.sum()), (4 * size, 2 * size)
+    leaves = [random(i, total, h, 4 + 2 * (i == 2)) for i, h in enumerate((*heads, heads[1]))]
     slopes = random(3, lengths.size, heads[0]).abs()
-    for causal, window in WINDOWS:
+    for i, (causal, window) in enumerate(WINDOWS):
 
         def attend(
-            q: Any, k: Any, v: Any, sinks: Any, causal: bool = causal, window: Any = window
+            q: Any,
+            k: Any,
+            v: Any,
+            sinks: Any,
+            options: Any = {"causal": causal, "window": window},  # noqa: B006
+            alibi_slopes: Any = slopes if i == 1 else None,
+            has_lse: bool = i < 4,
         ) -> list[Any]:
-            options: Any = {"causal": causal, "window": window, "sinks": sinks}
-            return list(scree.attention(q, k, v, alibi_slopes=slopes, return_lse=True, **options))
+            options = {**options, "alibi_slopes": alibi_slopes, "return_lse": has_lse}
+            result = scree.attention(q, k, v, sinks=sinks if has_lse else None, **options)
+            return list(result) if has_lse else [result]
 
-        compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
+        with patch("scree.distributed.torch.MIN_CHUNKED_TOKENS", 0 if i else 1000):
+            compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
     x = shard(scree.from_lengths(leaves[0][:, :1], lengths), mesh, exchange="heads")
     with pytest.raises(ValueError, match="exchange: expected the number of ranks"):
         scree.attention(x, x, x)

@@ -453,6 +453,8 @@ CASES: dict[str, Case] = {
                ("z_loss: expected a finite number >= 0, got -0.0001",)),
     "return_accuracy": (lambda x: scree.cross_entropy(x.f(1, 4), x.i([0]), return_accuracy=1), TypeError,
                         ("return_accuracy: expected True or False, got 1",)),
+    "max_logits": (lambda x: scree.linear_cross_entropy(x.f(1, 4), x.f(3, 4), x.i([0]), max_logits=0), ValueError,
+                   ("max_logits: expected",)),
     "class weights of the linear loss": (
         lambda x: scree.linear_cross_entropy(x.f(1, 4), x.f(3, 4), x.i([0]), class_weights=x.f(4)), ValueError,
         ("class_weights: expected shape (3,), one number per class, got (4,)",)),

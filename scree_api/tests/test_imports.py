@@ -40,6 +40,7 @@ EXTRAS = {"rich", "tokenizers", "safetensors", "awkward", "pyarrow", "scipy", "t
 #: Layers from bottom to top; a module imports from its own layer and from those above its line, and
 #: there is no circle.
 LAYERS = """
+records
 backends
 checks dtypes hints
 layout

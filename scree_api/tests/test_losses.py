@@ -171,11 +171,13 @@ def test_linear_cross_entropy_options_agree_with_a_loop(
         np.testing.assert_allclose(arrays.library.read(gradient), expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_agrees_with_torch(reduction: str, weighted: bool, smoothing: float) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     logits = torch.tensor(draw(9, CLASSES), requires_grad=True)
     targets = torch.tensor(TARGETS.astype(np.int64))
     class_weights = torch.tensor(weights()) if weighted else None

@@ -107,7 +107,6 @@ def dtype_name(x: Any) -> str:
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_values_and_dtypes_are_those_of_array_api_strict(call: str) -> None:
     got, expected = run(call, xp), run(call, strict)
     assert len(got) == len(expected)

@@ -33,6 +33,7 @@ SCALINGS = {
 }
 
 
+@pytest.mark.needs("torch", "transformers")
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "default"])
 @pytest.mark.parametrize(
     ("head_dim", "part", "theta"), [(64, 1.0, 10000.0), (128, 1.0, 5e5), (80, 0.25, 1e6)]
@@ -40,8 +41,7 @@ SCALINGS = {
 def test_rope_frequencies_agree_with_transformers(
     name: str, head_dim: int, part: float, theta: float
 ) -> None:
-    utils = pytest.importorskip("transformers.modeling_rope_utils")
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, modeling_rope_utils
 
     config = LlamaConfig(
         hidden_size=2 * head_dim,
@@ -50,7 +50,7 @@ def test_rope_frequencies_agree_with_transformers(
         max_position_embeddings=65536,
         rope_parameters={**SCALINGS[name], "rope_theta": theta, "partial_rotary_factor": part},
     )
-    compute = utils.ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]]
+    compute = modeling_rope_utils.ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]]
     expected, expected_factor = compute(config, "cpu")
     rotary_dim = int(part * head_dim)
     scaling = SCALINGS[name]

@@ -40,6 +40,7 @@ SHOWN = (
     "real_tokens",
     "mfu_share",
     "step_s",
+    "host_s",
     "peak_bytes",
     "first_step_s",
     "first_loss_value",
@@ -120,7 +121,10 @@ def command(
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
     profiled: Annotated[
-        bool, typer.Option("--profile", help="Also list where the time of a step goes.")
+        bool,
+        typer.Option(
+            "--profile", help="Also list where the time of a step goes, and the host's time."
+        ),
     ] = False,
     device: Device = "auto",
     seed: Seed = 0,
@@ -168,7 +172,7 @@ def command(
             save(documents, save_tokens)
         total_steps = max(steps, 1 + WARM_UPS + timed)
         # Steps that compile are run again, up to as many as are timed, and the profiler runs more.
-        most_steps = max(steps, 1 + WARM_UPS + 2 * timed + profile.STEPS)
+        most_steps = max(steps, 1 + WARM_UPS + 2 * timed + 2 * profile.STEPS)
         most = max(
             Batches(documents, tokens, s).max_rows(accumulate * most_steps)
             for s in range(seed, seed + seeds)
@@ -292,6 +296,7 @@ class _Run:
             if (peak_bytes := training.peak_bytes()) is not None:
                 row.values["peak_bytes"] = peak_bytes
             if profiled and isinstance(training, Training):
+                row.add("host_s", profile.host_seconds(training))
                 label = f"{case['size']}, {self.who}"
                 self.session.result.extra["profiles"][label] = profile.breakdown(training)
         # A failure, such as a lack of memory, is a result; the other contenders still run.

@@ -167,11 +167,13 @@ def _padded_parts(groups: list[list[np.ndarray]]) -> list[Part]:
 # --- losses ---
 def ragged_loss(plan: Plan, head: Head) -> Loss:
     """Return the loss on scree; its own linear cross-entropy takes the place of `head`."""
+    # The fewest with which the loss computes them once: for a twelfth of the tokens, or for 1,024.
+    max_logits = plan.size.vocabulary * max(1024, -(-plan.total // 12))
 
     def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any) -> Any:
         x = models.ragged(p, plan.size, ids, offsets, plan.context, plan.recompute)
         return scree.linear_cross_entropy(
-            x, p["embedding"], x.with_values(targets), ignore_index=IGNORED
+            x, p["embedding"], x.with_values(targets), ignore_index=IGNORED, max_logits=max_logits
         )
 
     return loss

@@ -23,7 +23,7 @@ from .models import Size
 from .text import Batches, Documents
 
 
-def hidden_states(p: dict[str, Any], size: Size, x: scree.Array, recomputes: bool) -> scree.Array:
+def hidden_states(p: dict[str, Any], size: Size, x: scree.Array, recompute: str) -> scree.Array:
     """Return the hidden states after all layers and the last norm.
 
     Parameters
@@ -34,8 +34,8 @@ def hidden_states(p: dict[str, Any], size: Size, x: scree.Array, recomputes: boo
         The size of the model, a Llama.
     x
         (n, None, width) the embeddings of the tokens.
-    recomputes
-        Whether the backward pass recomputes the activations of each layer.
+    recompute
+        One of `models.RECOMPUTE`.
     """
     import jax
 
@@ -50,9 +50,13 @@ def hidden_states(p: dict[str, Any], size: Size, x: scree.Array, recomputes: boo
         a = scree.attention(q, k, v, causal=True)
         a = array(a.values.reshape(total, -1) @ p["out"])
         y, x = norm(a, p["norm2"], residual=x)
-        return scree.swiglu(y.values @ p["up"]) @ p["down"], x.values
+        return down(y.values @ p["up"], p["down"]), x.values
 
-    run = jax.checkpoint(layer) if recomputes else layer
+    def down(up: Any, weight: Any) -> Any:
+        return scree.swiglu(up) @ weight
+
+    run = jax.checkpoint(layer) if recompute == "layers" else layer
+    down = jax.checkpoint(down) if recompute == "activations" else down
     # The first layer adds 0 to the embeddings, so that all layers are one function.
     layout, total = x, x.values.shape[0]
     y, values = jax.numpy.zeros_like(x.values), x.values
@@ -69,15 +73,13 @@ def make_loss(plan: Plan, precision: str) -> Any:
     import jax.numpy as jnp
 
     dtype = jnp.dtype(PRECISIONS[precision][1])
-    if plan.recompute == "activations":
-        raise ValueError("recompute: on JAX expected 'nothing' or 'layers', got 'activations'")
 
     def loss(parameters: dict[str, Any], ids: Any, targets: Any, offsets: Any) -> Any:
         p = {name: x.astype(dtype) for name, x in parameters.items()}
         # Gradients of the embedding are added in the dtype of the weights.
         embedded = parameters["embedding"][ids].astype(dtype)
         x = scree.from_cu_seqlens(embedded, offsets, max_length=plan.context)
-        x = hidden_states(p, plan.size, x, plan.recompute == "layers")
+        x = hidden_states(p, plan.size, x, plan.recompute)
         return scree.linear_cross_entropy(
             x, p["embedding"], x.with_values(targets), ignore_index=IGNORED
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from .loop import Training
 
-#: Profiled steps.
+#: Steps of a profile, and of the host's time.
 STEPS = 3
 #: Part of a step -> pattern in the names of its kernels, or of the operators that launched them.
 #: The first match counts.
@@ -92,6 +93,20 @@ def breakdown(training: Training) -> dict[str, float]:
             seconds[classify(*_names(event))] += event.self_cpu_time_total / 1e6
     order = [*PARTS, OTHER, IDLE]
     return {part: seconds[part] / STEPS for part in order if part in seconds}
+
+
+def host_seconds(training: Training) -> list[float]:
+    """Return the seconds that the host takes to launch each of some steps, while it never waits.
+
+    On the CPU they are the seconds of the steps.
+    """
+    seconds = []
+    for _ in range(STEPS):
+        training.wait()
+        start = perf_counter()
+        training.run()
+        seconds.append(perf_counter() - start)
+    return seconds
 
 
 def device_kernels(profiler: Any) -> Iterator[Kernel]:

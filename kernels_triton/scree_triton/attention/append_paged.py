@@ -24,12 +24,13 @@ from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from ..runtime.fallback import fallback_note, falls_back_to
 from ..runtime.launch import (
+    BoundLaunch,
     Launch,
     Number,
     Pointer,
     Stride,
     Written,
-    bind_args,
+    bind_launches,
     contiguous,
     empty,
     launch_args,
@@ -41,6 +42,10 @@ _ROWS_AT_A_TIME = (16, 64, 256, 1024)
 #: Elements of a token, summed over its heads, that fit the registers of a CTA.
 _MAX_ELEMENTS = 1 << 15
 _ELEMENTS_PER_WARP = 1024
+#: The parameters of the function that launches the kernel.
+_PARAMETERS = (
+    "k_pages, v_pages, k, v, q, q_out, pages, page_offsets, kv_lengths, offsets, inv_freq, cos, sin"
+)
 
 
 @triton.jit
@@ -327,8 +332,26 @@ def _prepare(
     stride_kt, stride_kth, _ = k.stride()
     stride_vt, stride_vth, _ = v.stride()
     stride_qt, stride_qh = (0, 0) if q is None else q.stride()[:2]
-    append_args = bind_args(
+    new = empty(k.device.type)
+    out_spec = None if q is None else (*contiguous(tuple(q.shape)), q.dtype)
+    # Arrays that a call does not have get any pointer, which the kernel does not read.
+    angles_name = "k" if cos is None and inv_freq is None else "inv_freq" if cos is None else "cos"
+    bound = BoundLaunch(
+        _launch(shape),
+        total,
         AppendArgs,
+        K_PAGES="k_pages",
+        V_PAGES="v_pages",
+        K="k",
+        V="v",
+        Q="k" if q is None else "q",
+        Q_OUT="k" if q is None else "q_out",
+        PAGES="pages",
+        PAGE_OFFSETS="page_offsets" if is_ragged else "pages",
+        KV_LENGTHS="kv_lengths",
+        OFFSETS="offsets",
+        COS=angles_name,
+        SIN=angles_name if sin is None else "sin",
         stride_kp=stride_kp,
         stride_ks=stride_ks,
         stride_kh=stride_kh,
@@ -347,8 +370,7 @@ def _prepare(
         capacity=0 if is_ragged else min(pages.shape[1] * k_pages.shape[1], (1 << 31) - 1),
         table_rows=0 if cos is None else cos.shape[0],
     )
-    launch, new = _launch(shape), empty(k.device.type)
-    out_spec = None if q is None else (*contiguous(tuple(q.shape)), q.dtype)
+    launch = bind_launches(_PARAMETERS, bound)
 
     def append(
         k_pages: torch.Tensor,
@@ -366,23 +388,21 @@ def _prepare(
     ) -> torch.Tensor | None:
         q_out = None if out_spec is None else new(*out_spec)
         if n and total:
-            if cos is None:
-                cos = k if inv_freq is None else inv_freq
-            args = append_args(
-                K_PAGES=k_pages,
-                V_PAGES=v_pages,
-                K=k,
-                V=v,
-                Q=k if q is None else q,
-                Q_OUT=k if q_out is None else q_out,
-                PAGES=pages,
-                PAGE_OFFSETS=pages if page_offsets is None else page_offsets,
-                KV_LENGTHS=kv_lengths,
-                OFFSETS=offsets,
-                COS=cos,
-                SIN=cos if sin is None else sin,
+            launch(
+                k_pages,
+                v_pages,
+                k,
+                v,
+                q,
+                q_out,
+                pages,
+                page_offsets,
+                kv_lengths,
+                offsets,
+                inv_freq,
+                cos,
+                sin,
             )
-            launch(total, args)
         return q_out
 
     return on_device(k.device.index if k.device.type == "cuda" else None, append)
@@ -429,7 +449,19 @@ def append_paged(call: Any) -> tuple[Any, ...]:
 def prepare_append_paged(call: Any) -> Callable[..., Any]:
     """Return a function for calls with the same metadata."""
     rotation = _rotation_of(call)
+    # Whether the page table is dense -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}
+
+    def prepare(*arrays: torch.Tensor | None) -> Callable[..., Any]:
+        contiguous_arrays = _make_indices_contiguous(*arrays)
+        run = launch = _prepare(*contiguous_arrays, rotation)
+        if any(x is not y for x, y in zip(arrays, contiguous_arrays, strict=True)):
+
+            def run(*arrays: torch.Tensor | None) -> Any:
+                return launch(*_make_indices_contiguous(*arrays))
+
+        prepared[arrays[6] is None] = run
+        return run
 
     def append(
         k: Any,
@@ -443,30 +475,35 @@ def prepare_append_paged(call: Any) -> Callable[..., Any]:
         cos: torch.Tensor | None = None,
         sin: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
-        is_ragged = not isinstance(page_table, torch.Tensor)
-        if is_ragged:
-            pages, page_offsets = page_table.values.contiguous(), page_table.offsets.contiguous()
+        if isinstance(page_table, torch.Tensor):
+            pages, page_offsets = page_table, None
         else:
-            pages = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-            page_offsets = None
-        arrays = (
-            k_pages,
-            v_pages,
-            k.values,
-            v.values,
-            None if q is None else q.values,
-            pages,
-            page_offsets,
-            kv_lengths.contiguous(),
-            k.offsets.contiguous(),
-            *(x if x is None else x.contiguous() for x in (inv_freq, cos, sin)),
-        )
-        if is_ragged not in prepared:
-            prepared[is_ragged] = _prepare(*arrays, rotation)
-        out = prepared[is_ragged](*arrays)
-        return (k_pages, v_pages) if q is None else (k_pages, v_pages, q.with_values(out))
+            pages, page_offsets = page_table.values, page_table.offsets
+        q_values, offsets = None if q is None else q.values, k.offsets
+        indices = pages, page_offsets, kv_lengths, offsets, inv_freq, cos, sin
+        arrays = k_pages, v_pages, k.values, v.values, q_values, *indices
+        run = prepared.get(page_offsets is None) or prepare(*arrays)
+        out = run(*arrays)
+        return (k_pages, v_pages) if q is None else (k_pages, v_pages, q.from_layout(out, q.layout))
 
     return append
+
+
+def _make_indices_contiguous(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_offsets: torch.Tensor | None,
+    *others: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the arguments with contiguous arrays after q; a dense page table needs contiguous rows."""
+    if page_offsets is not None or pages.stride(1) != 1:
+        pages = pages.contiguous()
+    rest = (x if x is None else x.contiguous() for x in (page_offsets, *others))
+    return k_pages, v_pages, k, v, q, pages, *rest
 
 
 def _rotation_of(call: Any) -> _Rotation:

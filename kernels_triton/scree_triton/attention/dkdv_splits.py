@@ -11,6 +11,8 @@ from .tile_scheduler import UNBOUNDED
 _SPLIT_FLOPS, _SPLIT_BYTES, _SPLIT_SECONDS = 4.2e12, 2.5e12, 3e-6
 #: Seconds of a tile before and after its products, and queries per block.
 _TILE_SECONDS, _QUERY_BLOCK = 3e-6, 64
+#: Partial sums of more elements than q and the gradient of the output take at most so many bytes.
+_MAX_SPLIT_BYTES = 1 << 30
 #: The fewest splits are chosen whose cost relative to the least cost is at most this.
 _TOLERANCE = 1.04
 
@@ -75,7 +77,8 @@ def choose_splits(
 ) -> int:
     """Return into how many splits to divide the query heads of a key head in dK and dV.
 
-    More splits balance the load of the SMs better, and write more partial sums.
+    More splits balance the load of the SMs better, and write more partial sums. These have at most as
+    many elements as q and the gradient of the output, or take at most 1 GiB.
 
     Parameters
     ----------
@@ -95,7 +98,9 @@ def choose_splits(
     sm_count
         Number of CTAs that run at once.
     """
-    choices = [splits for splits in range(1, group + 1) if group % splits == 0]
+    bytes_per_split = 4 * total_k * k_heads * dims
+    most = max(group * total_q // max(total_k, 1), _MAX_SPLIT_BYTES // max(bytes_per_split, 1), 1)
+    choices = [x for x in range(1, min(group, most) + 1) if group % x == 0]
     for i, work in enumerate(works):
         if i > 0:
             fitting = (x for x in choices[1:] if x * total_k <= group * total_q)

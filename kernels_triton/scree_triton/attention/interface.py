@@ -321,7 +321,12 @@ def attention_backward(
         The gradients, with the shapes and dtypes of q, k and v.
     """
     config = get_launch_config(q, k, v, layout, spec, 0)
-    run, other = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
+    cache = {} if layout.cache is None else layout.cache
+    # Preparing launches takes longer than the launches.
+    key = "backward", config, q.shape[0], k.shape[0], spec
+    if key not in cache:
+        cache[key] = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
+    run, other = cache[key]
     args = q, k, v, None, out, lse, dout, dlse
     try:
         return run(*args)  # type: ignore[no-any-return]
@@ -568,7 +573,7 @@ def _forward_operator(
     layout = _layout(cu_q, cu_k, max_length)
     spec = AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
-    layout.cache[layout.query_key(q.shape[0], sizes.forward, spec)] = tiles, None
+    layout.cache[layout.schedule_key(False, q.shape[0], sizes.forward, spec)] = tiles, None
     config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
 
     @falls_back_to(lambda *args: _other_forward(config, layout, spec, *args))
@@ -607,8 +612,8 @@ def _backward_operator(
     layout = _layout(cu_q, cu_k, max_length)
     spec = AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
-    layout.cache[layout.query_key(q.shape[0], sizes.dq, spec)] = query_tiles, None
-    layout.cache[layout.key_key(k.shape[0], sizes.dkdv, spec)] = key_tiles, None
+    layout.cache[layout.schedule_key(False, q.shape[0], sizes.dq, spec)] = query_tiles, None
+    layout.cache[layout.schedule_key(True, k.shape[0], sizes.dkdv, spec)] = key_tiles, None
     config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
 
     @falls_back_to(lambda *args: _other_backward(config, layout, spec, *args))

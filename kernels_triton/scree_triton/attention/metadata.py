@@ -66,44 +66,40 @@ class VarlenLayout(NamedTuple):
     cache: dict | None
     max_seqlen: int = UNBOUNDED
 
-    def query_key(
-        self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+    def schedule_key(
+        self, of_keys: bool, total: int, tile_size: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
     ) -> tuple:
-        """Return the key of a schedule of query tiles in the cache."""
-        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1], *rows
-
-    def key_key(
-        self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
-    ) -> tuple:
-        """Return the key of a schedule of key tiles in the cache.
+        """Return the key of a schedule of key tiles, or of query tiles, in the cache.
 
         For keys, the left and right sides of the window are swapped.
         """
-        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0], *rows
+        window = (spec[1], spec[0]) if of_keys else (spec[0], spec[1])
+        return of_keys, id(self.cu_seqlens_k), total, tile_size, *window, *rows
 
     def query_tiles(
         self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        key = self.query_key(total_q, block_m, spec, rows)
-        cached = self.cache.get(key) if self.cache else None
-        return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
+        return self._tiles(False, total_q, block_m, spec, rows)
 
     def key_tiles(
         self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
         """Return the schedule of key tiles."""
-        if rows.merged and self.cu_seqlens_k is self.cu_seqlens_q:
-            # The schedule of the queries has the same groups; the window affects only their order.
-            return self.query_tiles(total_k, block_n, spec, rows)
-        key = self.key_key(total_k, block_n, spec, rows)
-        cached = self.cache.get(key) if self.cache else None
-        return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
+        # With the same merged rows, the schedule of the queries has the same groups; the window affects
+        # only their order.
+        are_shared = rows.merged and self.cu_seqlens_k is self.cu_seqlens_q
+        return self._tiles(not are_shared, total_k, block_n, spec, rows)
 
-    def _schedule(
-        self, key: tuple, cu_seqlens: torch.Tensor, other_cu_seqlens: torch.Tensor
+    def _tiles(
+        self, of_keys: bool, total: int, tile_size: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
-        tiles = schedule_tiles(cu_seqlens, other_cu_seqlens, *key[2:])
+        key = self.schedule_key(of_keys, total, tile_size, spec, rows)
+        cached = self.cache.get(key) if self.cache else None
+        if cached:
+            return cached[0]
+        offsets = self.cu_seqlens_q, self.cu_seqlens_k
+        tiles = schedule_tiles(*(reversed(offsets) if of_keys else offsets), *key[2:])
         if self.cache is not None:
             # The keys' offsets are kept with the schedule, so that no other object gets their id.
             same = self.cu_seqlens_k is self.cu_seqlens_q

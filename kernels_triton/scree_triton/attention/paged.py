@@ -14,12 +14,13 @@ from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
 from ..runtime.fallback import fallback_note, falls_back_to
 from ..runtime.launch import (
+    BoundLaunch,
     Launch,
     Number,
     Pointer,
     Stride,
     Written,
-    bind_launch,
+    bind_launches,
     empty,
     launch_args,
     on_device,
@@ -33,7 +34,8 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: what the registers hold beside the keys.
 _MIN_ROWS, _MAX_ROWS, _MAX_SHARED_ROWS = 16, 64, 8
 _MAX_LENGTH = (1 << 31) - 1
-_NOTHING: dict[str, torch.Tensor] = {}
+#: The parameters of the functions that launch decoding and prefill.
+_PARAMETERS = "q, k, v, pages, kv_lengths, out, lse, partial, slopes, k_scale, v_scale"
 #: Rows up to which CTAs of `decode_kernel` have one key head each.
 _FEW_ROWS = 8
 #: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
@@ -404,11 +406,12 @@ class _LaunchConfig:
         shape, spec, new, slots = self.shape, self.spec, self.new, self.slots
         total, heads, dim_v = q.shape[0], shape.heads, shape.head_dim_v
         out_spec = (total, heads, dim_v), (heads * dim_v, dim_v, 1), q.dtype
-        lse_spec = (total, heads), (heads, 1), torch.float32
+        lse_spec, return_lse = ((total, heads), (heads, 1), torch.float32), spec.return_lse
         parts = 2 * slots
         if self.split:
             parts = n + pages.numel() * shape.page_size // (self.split * self.block_n)
         size = parts * shape.kv_heads * self.rows * (dim_v + 4)
+        partial_spec = (size,), (1,), torch.float32
         stride_qt, stride_qh, _ = q.stride()
         stride_kp, stride_kt, stride_kh, _ = (0,) * (4 - k.ndim) + k.stride()
         stride_vp, stride_vt, stride_vh, _ = (0,) * (4 - v.ndim) + v.stride()
@@ -446,35 +449,54 @@ class _LaunchConfig:
             PAGE_OFFSETS=q_offsets if page_offsets is None else page_offsets.contiguous(),
             Q_OFFSETS=q_offsets,
         )
-        absent: dict[str, Any] = {}
-        if not shape.has_slopes:
-            absent["SLOPES"] = q_offsets
-        if not shape.is_scaled:
-            absent.update(K_SCALE=q_offsets, V_SCALE=q_offsets)
-        prefill = bind_launch(
+        inputs: dict[str, Any] = dict(
+            Q="q",
+            K="k",
+            V="v",
+            PAGES="pages",
+            KV_LENGTHS="kv_lengths",
+            SLOPES="slopes" if shape.has_slopes else q_offsets,
+            K_SCALE="k_scale" if shape.is_scaled else q_offsets,
+            V_SCALE="v_scale" if shape.is_scaled else q_offsets,
+        )
+        # Unless it is written, LSE is any other array.
+        attended = dict(
+            inputs, OUT="out", LSE="lse" if return_lse else "q", PARTIAL="partial", **offsets
+        )
+        combined = dict(
+            KV_LENGTHS="kv_lengths",
+            OUT="out",
+            LSE="lse" if return_lse else "partial",
+            PARTIAL="partial",
+            **offsets,
+        )
+        prefill = BoundLaunch(
             prefill_launch,
             prefill_programs * prefill_parts,
             PrefillArgs,
             **prefill_numbers,
-            **offsets,
-            **absent,
+            **attended,
         )
-        combine_prefill = bind_launch(
+        combine_prefill = BoundLaunch(
             combine_prefill_launch,
             prefill_programs * (_PREFILL_ROWS // _COMBINED_ROWS),
             CombinePrefillArgs,
             **{name: prefill_numbers[name] for name in CombinePrefillArgs.numbers},
-            **offsets,
+            **combined,
         )
-        decode = bind_launch(self.decode, self.ctas, DecodeArgs, **numbers, **offsets, **absent)
-        combine = bind_launch(
+        decode = BoundLaunch(self.decode, self.ctas, DecodeArgs, **numbers, **attended)
+        combine = BoundLaunch(
             self.combine,
             (n if self.by_row else slots) * shape.kv_heads * self.tiles,
             CombineArgs,
             n=n,
             window_left=spec.left,
             capacity=capacity,
-            **offsets,
+            **combined,
+        )
+        launch_decode = bind_launches(_PARAMETERS, decode, combine)
+        launch_prefill = bind_launches(
+            _PARAMETERS, *((prefill, combine_prefill) if prefill_size else (prefill,))
         )
 
         def run(
@@ -488,59 +510,16 @@ class _LaunchConfig:
             v_scale: torch.Tensor | None,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             out = new(*out_spec)
-            lse = new(*lse_spec) if spec.return_lse else None
+            lse = new(*lse_spec) if return_lse else None
             if not (n and total):
                 return out, lse
-            partial = new((size,), (1,), torch.float32)
-            # Unless it is written, LSE is any other array.
-            lse_or_q, lse_or_partial = (q, partial) if lse is None else (lse, lse)
-            present = _NOTHING
-            if slopes is not None:
-                present = {"SLOPES": slopes}
-            if k_scale is not None and v_scale is not None:
-                present = {**present, "K_SCALE": k_scale, "V_SCALE": v_scale}
+            others = slopes, k_scale, v_scale
             if prefill_programs:
+                # Without parts, the kernel does not read the pointer.
                 cut = new((prefill_size,), (1,), torch.float32) if prefill_size else q
-                prefill(
-                    Q=q,
-                    K=k,
-                    V=v,
-                    PAGES=pages,
-                    KV_LENGTHS=kv_lengths,
-                    OUT=out,
-                    LSE=lse_or_q,
-                    PARTIAL=cut,
-                    **present,
-                )
-                if prefill_size:
-                    combine_prefill(
-                        KV_LENGTHS=kv_lengths, OUT=out, LSE=cut if lse is None else lse, PARTIAL=cut
-                    )
-            # A call without ** saves the host a tenth of the time.
-            if present is _NOTHING:
-                decode(
-                    Q=q,
-                    K=k,
-                    V=v,
-                    PAGES=pages,
-                    KV_LENGTHS=kv_lengths,
-                    OUT=out,
-                    LSE=lse_or_q,
-                    PARTIAL=partial,
-                )
-            else:
-                decode(
-                    Q=q,
-                    K=k,
-                    V=v,
-                    PAGES=pages,
-                    KV_LENGTHS=kv_lengths,
-                    OUT=out,
-                    LSE=lse_or_q,
-                    PARTIAL=partial,
-                    **present,
-                )
-            combine(KV_LENGTHS=kv_lengths, OUT=out, LSE=lse_or_partial, PARTIAL=partial)
+                launch_prefill(q, k, v, pages, kv_lengths, out, lse, cut, *others)
+            partial = new(*partial_spec)
+            launch_decode(q, k, v, pages, kv_lengths, out, lse, partial, *others)
             return out, lse
 
         return on_device(self.index, run)

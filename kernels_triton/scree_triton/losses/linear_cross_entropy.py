@@ -4,9 +4,10 @@ The product writes the logits, `cross_entropy_kernels.visit_logits` replaces the
 and two more products compute the gradients of hidden states and weight from it.
 
 With many classes a few tokens have as many logits as the weight has elements. Then the logits are
-computed twice. The first pass runs over tokens, with the logits in the memory of the gradient of
-the weight, and computes the losses and the gradient of the hidden states. The second pass runs over
-classes, computes their logits again, and computes the gradient of the weight.
+computed twice, unless the caller allows enough of them. The first pass runs over tokens, with the
+logits in the memory of the gradient of the weight, and computes the losses and the gradient of the
+hidden states. The second pass runs over classes, computes their logits again, and computes the
+gradient of the weight.
 
 All of this can run in the forward pass if the gradient of the losses is one number for all tokens.
 Otherwise, and for float16, whose loss is scaled against underflow, the backward pass computes it
@@ -241,7 +242,13 @@ def fused(
     """
     (total, width), classes = x.shape, weight.shape[0]
     allocate = partial(torch.empty, dtype=x.dtype, device=x.device)
-    two_passes = needed.weight and total > 0 and classes > MAX_CLASSES_PER_WIDTH * width
+    allowed = options.max_logits // classes
+    two_passes = (
+        needed.weight
+        and total > 0
+        and classes > MAX_CLASSES_PER_WIDTH * width
+        and allowed < min(total, least_chunk_tokens(total))
+    )
     losses = None if reduction in SCALAR_REDUCTIONS else allocate((total,), dtype=torch.float32)
     parts: list[torch.Tensor] | None = [] if losses is None else None
     stats = allocate((2, total), dtype=torch.float32) if two_passes else None
@@ -258,7 +265,7 @@ def fused(
     max_tokens = (
         classes * width // stride
         if two_passes
-        else max_chunk_tokens(total, width, classes, needed.weight)
+        else max(allowed, max_chunk_tokens(total, width, classes, needed.weight))
     )
     chunk = _chunk_size(total, max_tokens)
     logits_buffer = (
@@ -332,7 +339,13 @@ def max_chunk_tokens(total: int, width: int, classes: int, weight: bool) -> int:
     The logits have no more elements than x, unless MIN_CHUNK_TOKENS requires more tokens, or
     MAX_CHUNKS does for the gradient of the weight.
     """
-    return max(MIN_CHUNK_TOKENS, width * total // classes, -(-total // MAX_CHUNKS) if weight else 0)
+    least = least_chunk_tokens(total) if weight else MIN_CHUNK_TOKENS
+    return max(least, width * total // classes)
+
+
+def least_chunk_tokens(total: int) -> int:
+    """Return the fewest tokens per chunk of a pass that adds up the gradient of the weight."""
+    return max(MIN_CHUNK_TOKENS, -(-total // MAX_CHUNKS))
 
 
 def _chunk_size(total: int, max_tokens: int) -> int:
@@ -476,12 +489,15 @@ def _standard_operator(
     label_smoothing: float,
     softcap: float,
     z_loss: float,
+    max_logits: int,
     reduction: str,
     accuracy: bool,
     early: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, needed = Targets(classes, offsets, ignored), NeededGradients(*early)
-    options = LossOptions(label_smoothing, softcap, z_loss, weight.shape[0], class_weights)
+    options = LossOptions(
+        label_smoothing, softcap, z_loss, weight.shape[0], class_weights, max_logits
+    )
     losses = _standard(targets, reduction, options, x, weight, bias)
     results: Gradients = (None, None, None)
     if any(early):
@@ -510,12 +526,15 @@ def _fused_operator(
     label_smoothing: float,
     softcap: float,
     z_loss: float,
+    max_logits: int,
     reduction: str,
     accuracy: bool,
     early: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, needed = Targets(classes, offsets, ignored), NeededGradients(*early)
-    options = LossOptions(label_smoothing, softcap, z_loss, weight.shape[0], class_weights)
+    options = LossOptions(
+        label_smoothing, softcap, z_loss, weight.shape[0], class_weights, max_logits
+    )
     accuracies = x.new_empty((x.shape[0] if accuracy else 0,), dtype=torch.float32)
     losses, gradients = fused(
         x,
@@ -562,11 +581,14 @@ def _fused_backward_operator(
     label_smoothing: float,
     softcap: float,
     z_loss: float,
+    max_logits: int,
     reduction: str,
     is_needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, needed = Targets(classes, offsets, ignored), NeededGradients(*is_needed)
-    options = LossOptions(label_smoothing, softcap, z_loss, weight.shape[0], class_weights)
+    options = LossOptions(
+        label_smoothing, softcap, z_loss, weight.shape[0], class_weights, max_logits
+    )
     return _or_empty(_gradients(dloss, x, weight, bias, targets, reduction, needed, options), x)
 
 
@@ -626,7 +648,11 @@ def rejects(call: Any) -> str | None:
 def linear_cross_entropy(call: Any) -> Any:
     """Compute a `LinearCrossEntropyCall`."""
     x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
-    options, reduction = options_of(call, weight.shape[0]), cross_entropy.kernel_reduction(call)
+    classes = weight.shape[0]
+    options = options_of(call, classes)
+    if call.max_logits is not None:
+        options = options._replace(classes=classes, max_logits=call.max_logits)
+    reduction = cross_entropy.kernel_reduction(call)
     needs_grad = torch.is_grad_enabled() and any(
         p is not None and p.requires_grad for p in (x, weight, bias)
     )
@@ -634,7 +660,7 @@ def linear_cross_entropy(call: Any) -> Any:
     if uses_operators(x, weight, bias):
         is_early = needs_grad and _computes_gradients_early(x, reduction)
         early = [is_early and p is not None and p.requires_grad for p in (x, weight, bias)]
-        numbers = options.label_smoothing, options.softcap, options.z_loss
+        numbers = options.label_smoothing, options.softcap, options.z_loss, options.max_logits
         constants = options.class_weights, *numbers, reduction, call.return_accuracy, early
         out, _, _, _, accuracies = _fused_op(x, weight, bias, *targets, *constants)
     else:

@@ -55,6 +55,8 @@ class LossOptions(NamedTuple):
     class_weights
         (HEADER + classes,) float32: the sum of the weights, the factor of the z-loss, the weight of
         one loss in a mean, and from HEADER on the weights. None without class weights.
+    max_logits
+        See `scree.linear_cross_entropy`; 0 for the default.
     """
 
     label_smoothing: float = 0.0
@@ -62,6 +64,7 @@ class LossOptions(NamedTuple):
     z_loss: float = 0.0
     classes: int = 0
     class_weights: torch.Tensor | None = None
+    max_logits: int = 0
 
 
 PLAIN = LossOptions()

@@ -1,20 +1,22 @@
 """One `Backend` per array library: the functions that its standard namespace lacks.
 
-This package is the lowest layer. Only this package, `providers`, `bridges` and the training
+Only `records` is a lower layer. Only this package, `providers`, `bridges` and the training
 programs of `demo` name a library. A library that follows the standard and has no module here works
 too, through `generic`.
 """
 
+# As functools does: `threading` takes longer to import than this module.
+from _thread import RLock
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from importlib import import_module
-from threading import RLock
 from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 from array_api_compat import is_array_api_obj
+
+from ..records import record
 
 #: Root module of an array's type -> the module of this package for the library.
 LIBRARIES = {
@@ -44,7 +46,7 @@ def _unchanged(f: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record
 class Backend:
     """The functions of one array library that its standard namespace lacks.
 
@@ -140,7 +142,7 @@ class Backend:
     split: Callable[[Any, list[int], int], Any] | None = None
     write: Callable[[Any, tuple[Any, ...], Any], Any] | None = None
     erf: Callable[[Any], Any] | None = None
-    activations: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    activations: Mapping[str, Callable[[Any], Any]] | None = None
     word_dtype: str = "uint32"
     has_dlpack: bool = True
     make_guard: Callable[[list[Any]], Callable[..., bool] | None] | None = None

@@ -16,6 +16,8 @@ from ..layout import Layout
 
 MAX_KEYS = 4096  # per layout; bounds the cache when options never repeat
 MAX_GUARDS = 8  # per key; the oldest entry is dropped
+#: Types of options without elements. Two such options are the same if they and their types are equal.
+PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
 class Entry:
@@ -88,7 +90,7 @@ def lookup(
     cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
     settings = (*options.values(),)
     types: tuple[Any, ...] = (*map(type, settings),)
-    if tuple in types:
+    if not PLAIN_TYPES.issuperset(types):
         types = option_types(settings)
     key = operation, kernel, settings, types, (*axes,)
     try:
@@ -105,11 +107,11 @@ def lookup(
 def option_types(settings: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the types of options and of the elements of tuples, because 1 == 1.0 == True.
 
-    Where no option is a tuple, callers build the types themselves, which takes less time.
+    Where all options have `PLAIN_TYPES`, callers build the types themselves, which takes less time.
     """
     types: tuple[Any, ...] = (*map(type, settings),)
     for x in settings:
-        if type(x) is tuple:
+        if isinstance(x, tuple):
             types += (*map(type, x),)
     return types
 

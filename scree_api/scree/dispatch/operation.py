@@ -9,15 +9,16 @@ kernels registered when a library is loaded, each newest first, then the standar
 from __future__ import annotations
 
 import warnings
+from _thread import get_ident  # importing `threading` takes longer than this module
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from threading import get_ident
+from dataclasses import fields
 from typing import Any
 
 from ..array import Array
 from ..backends import backend
 from ..layout import Layout
+from ..records import record
 from . import call_cache
 
 STANDARD = "standard"  # the provider of every standard implementation
@@ -38,7 +39,7 @@ class KernelUnavailableError(RuntimeError):
     """
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Kernel:
     """One implementation of one operation.
 
@@ -168,7 +169,7 @@ class Operation:
         return self._run_on(chosen, call, kernel)
 
     def recall(
-        self, layout: Layout, short_key: tuple[Any, ...], *values: Any
+        self, layout: Layout, short_key: tuple[Any, ...], *values: Any, second: Layout | None = None
     ) -> Callable[..., Any] | None:
         """Return the prepared kernel that `run` would take from the call cache, or None.
 
@@ -184,10 +185,13 @@ class Operation:
             arrays are absent, and which are on the layout, with which ragged axis.
         values
             The dense arrays of the call.
+        second
+            The layout of ragged arrays that are not on the first layout, or None.
         """
         if OBSERVERS or layout.backend.intercepts_calls():
             return None
-        for entry in layout.eager_cache().get(short_key, ()):
+        cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
+        for entry in cache.get(short_key, ()):
             if entry.kernels is self.kernels and entry.guard(*values):
                 return entry.run  # type: ignore[no-any-return]
         return None

@@ -16,7 +16,7 @@ from .operations import ShardOperations, map_results
 from .pieces import GroupPlan, KeyGroup, Pieces, RemotePlan, plan_keys, plan_remote_keys
 
 if TYPE_CHECKING:
-    from .torch import Group
+    from .torch import Group, TokenOrder
 
 
 class Cut(ShardOperations):
@@ -226,17 +226,23 @@ class Cut(ShardOperations):
     ) -> Any:
         """Compute attention of whole rows for a part of the heads (Ulysses)."""
         xp, group, whole = layout.xp, self.group, self.whole
-        counts, order, inverse = self._token_order()
+        token_order = self._token_order()
+        if call.alibi_slopes is None:
+            rows = _Parts(operation, options, kernel, whole, whole, whole, (None, None))
+            out, lse = group.attend_to_heads(
+                call.q.values, call.k.values, call.v.values, token_order, rows, call.return_lse
+            )
+            result = Array.from_layout(out, layout)
+            return (result, Array.from_layout(lse, layout)) if call.return_lse else result
+        counts, order, inverse = token_order
         q, k, v = (
             Array.from_layout(
                 xp.take(group.tokens_of_all_ranks(x.values, counts), order, axis=0), whole
             )
             for x in (call.q, call.k, call.v)
         )
-        slopes = call.alibi_slopes
-        if slopes is not None:
-            heads = call.num_heads // group.size
-            slopes = slopes[..., group.rank * heads : (group.rank + 1) * heads]
+        heads = call.num_heads // group.size
+        slopes = call.alibi_slopes[..., group.rank * heads : (group.rank + 1) * heads]
         result = operation.run({"q": q, "k": k, "v": v, "alibi_slopes": slopes}, options, kernel)
 
         def to_shard(x: Array) -> Array:
@@ -245,18 +251,17 @@ class Cut(ShardOperations):
 
         return map_results(to_shard, result)
 
-    def _token_order(self) -> tuple[list[int], Any, Any]:
-        """Return the number of tokens per rank, and two permutations of the tokens of the batch.
+    def _token_order(self) -> TokenOrder:
+        """Return the order of the tokens of the batch on the ranks."""
+        from .torch import TokenOrder
 
-        The first permutation takes tokens in the order of the ranks, and returns whole rows. The
-        second is its inverse.
-        """
-
-        def make() -> tuple[list[int], Any, Any]:
+        def make() -> TokenOrder:
             indices = [self.whole_index(rank) for rank in range(self.group.size)]
             inverse = np.concatenate(indices)
             order = self.whole.to_index(np.argsort(inverse))
-            return [index.size for index in indices], order, self.whole.to_index(inverse)
+            return TokenOrder(
+                [index.size for index in indices], order, self.whole.to_index(inverse)
+            )
 
         return self.local_layout.cached("token order", make)
 

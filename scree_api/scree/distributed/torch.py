@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from .pieces import KeyPlan, RemotePlan
 
+#: The most chunks of heads of an exchange, and the fewest tokens of a batch that is exchanged in chunks.
+MAX_CHUNKS, MIN_CHUNKED_TOKENS = 4, 16_384
 #: Decorator of a function at which torch.compile breaks the graph.
 not_compiled = torch.compiler.disable
 
@@ -79,6 +82,22 @@ class Group:
         The exchange runs during attention to the own keys.
         """
         return _AttentionToParts.apply(q, k, v, plan, parts, self)
+
+    def attend_to_heads(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        order: TokenOrder,
+        parts: Parts,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output and the log-sum-exp of attention whose ranks exchange heads for tokens.
+
+        The exchange of some heads runs during attention of other heads. Without `return_lse` the
+        log-sum-exp is None.
+        """
+        return _AttentionOfHeads.apply(q, k, v, order, parts, self, return_lse)
 
     def tokens_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Return the tokens of all ranks for this rank's part of the heads.
@@ -150,6 +169,24 @@ class _Exchange(torch.autograd.Function):
         return *(x.to(grads[0].dtype) for x in totals), None, None
 
 
+class TokenOrder(NamedTuple):
+    """The order of the tokens of a batch on the ranks.
+
+    Attributes
+    ----------
+    counts
+        Number of tokens per rank.
+    order
+        (total,) index of each token of the whole rows among the tokens of all ranks.
+    inverse
+        (total,) index of each token of all ranks among the tokens of the whole rows.
+    """
+
+    counts: list[int]
+    order: torch.Tensor
+    inverse: torch.Tensor
+
+
 class Parts(Protocol):
     """The attention that `Group.attend_to_parts` runs on own keys and on received keys.
 
@@ -184,6 +221,7 @@ class _AttentionToParts(torch.autograd.Function):
         shapes = k.shape, v.shape
         sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
         received, work = _start_all_to_all(torch.cat(sent), plan, shapes, group)
+        _let_collective_start(q.device)
         out, lse = parts.attend(q, k, v, True)
         work.wait()
         keys, values = (
@@ -220,6 +258,7 @@ class _AttentionToParts(torch.autograd.Function):
             dq_part, *grads = parts.gradients(queries[0], keys, values, *queries[1:], False)
         flat = _sum_runs(grads, plan, shapes)
         returned, work = _start_all_to_all(flat, plan, shapes, group, back=True)
+        _let_collective_start(q.device)
         dq, dk, dv = parts.gradients(q, k, v, out, lse, dout, dlse, True)
         if dq_part is not None:
             for run, tokens in _runs(dq, plan.queries, dq_part):
@@ -244,6 +283,28 @@ def _start_all_to_all(
     out = x.new_empty(sum(received))
     work = dist.all_to_all_single(out, x, received, sent, group=group.group, async_op=True)
     return out, work
+
+
+def _let_collective_start(device: torch.device) -> None:
+    """Delay the next kernels by some microseconds, so that the kernel of a collective begins first.
+
+    Attention occupies all SMs until it ends. If it began before the collective, the collective would
+    run after it instead of beside it.
+    """
+    if device.type != "cuda":
+        return
+    current, (stream, buffer) = torch.cuda.current_stream(device), _side_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        buffer.zero_()
+    current.wait_stream(stream)
+
+
+@cache
+def _side_stream(device: torch.device) -> tuple[torch.cuda.Stream, torch.Tensor]:
+    """Return a stream of a device, and memory that kernels on this stream write."""
+    # Collectives run on streams of low priority.
+    return torch.cuda.Stream(device, priority=-1), torch.empty(1, device=device)
 
 
 def _sources(
@@ -290,6 +351,159 @@ def _runs(
     """Return each run (start, length) of `target` with its tokens among the joined tokens `x`."""
     for run, tokens in zip(runs, x.split([length for _, length in runs]), strict=True):
         yield target.narrow(0, *run), tokens
+
+
+class _AttentionOfHeads(torch.autograd.Function):
+    """Attention of whole rows for a part of the heads, while other heads are exchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        order: TokenOrder,
+        parts: Parts,
+        group: Group,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        chunks = _count_chunks(k.shape[1] // group.size, sum(order.counts))
+        shapes = [_chunk_shape(x, group, chunks) for x in (q, k, v)]
+        swap = _Swap(order, group, chunks)
+        received = swap.start_to_tokens([q, k, v])
+        saved, outputs = [], []
+        for tokens, work in received:
+            work.wait()
+            own_q, own_k, own_v = _split_heads(tokens.index_select(0, order.order), shapes)
+            out, lse = parts.attend(own_q, own_k, own_v, True)
+            outputs.append(swap.start_to_heads([out]))
+            saved += [own_q, own_k, own_v, out, lse]
+        heads = shapes[0][0]
+        lses = [swap.start_to_heads([x[..., None]]) for x in saved[4::5] if return_lse]
+        (out,) = swap.finish(outputs, [(heads, v.shape[2])])
+        lse = swap.finish(lses, [(heads, 1)])[0][..., 0] if return_lse else None
+        ctx.save_for_backward(*saved)
+        ctx.swap, ctx.parts, ctx.shapes = swap, parts, shapes
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
+        swap, saved, shapes = ctx.swap, ctx.saved_tensors, ctx.shapes
+        chunks = [saved[i : i + 5] for i in range(0, len(saved), 5)]
+        order, num_heads = swap.order, swap.chunks * swap.group.size * shapes[0][0]
+        if dout is None:
+            out = chunks[0][3]
+            dout = out.new_zeros(order.counts[swap.group.rank], num_heads, out.shape[2])
+        received = swap.start_to_tokens([dout])
+        dlses: Any = [None] * len(chunks)
+        if dlse is not None:
+            dlses = swap.start_to_tokens([dlse[..., None]])
+        returned = []
+        for (q, k, v, out, lse), (tokens, work), with_lse in zip(
+            chunks, received, dlses, strict=True
+        ):
+            work.wait()
+            part = tokens.index_select(0, order.order).view(out.shape)
+            dlse_part = None
+            if with_lse is not None:
+                with_lse[1].wait()
+                dlse_part = with_lse[0].index_select(0, order.order)
+            grads = ctx.parts.gradients(q, k, v, out, lse, part, dlse_part, True)
+            returned.append(swap.start_to_heads(grads))
+        return *swap.finish(returned, shapes), None, None, None, None
+
+
+def _count_chunks(kv_heads: int, total: int) -> int:
+    """Return into how many chunks of heads an exchange is divided, for the key heads of a rank.
+
+    Each chunk has launches of its own, which short rows do not pay for.
+    """
+    if total < MIN_CHUNKED_TOKENS:
+        return 1
+    return max(x for x in range(1, min(kv_heads, MAX_CHUNKS) + 1) if kv_heads % x == 0)
+
+
+def _chunk_shape(x: torch.Tensor, group: Group, chunks: int) -> tuple[int, int]:
+    """Return the number of heads of a rank per chunk, and the size of a head."""
+    return x.shape[1] // (group.size * chunks), x.shape[2]
+
+
+def _split_heads(x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return views (tokens, heads, dim) of joined heads (tokens, width)."""
+    parts = x.split([heads * dim for heads, dim in shapes], 1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class _Swap(NamedTuple):
+    """Exchanges of heads for tokens and back, in chunks of heads."""
+
+    order: TokenOrder
+    group: Group
+    chunks: int
+
+    def start_to_tokens(self, arrays: list[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
+        """Start to exchange heads for tokens.
+
+        Return per chunk the tokens of all ranks, (tokens, width) with the heads of the arrays side by
+        side, and a handle.
+        """
+        counts, size = self.order.counts, self.group.size
+        own = counts[self.group.rank]
+        shapes = [_chunk_shape(x, self.group, self.chunks) for x in arrays]
+        width = sum(heads * dim for heads, dim in shapes)
+        sent = arrays[0].new_empty(self.chunks, size, own, width)
+        at = 0
+        for x, (heads, dim) in zip(arrays, shapes, strict=True):
+            by_rank = x.unflatten(1, (size, self.chunks, heads)).permute(2, 1, 0, 3, 4)
+            target = sent.narrow(3, at, heads * dim).unflatten(3, (heads, dim))
+            target.copy_(by_rank)
+            at += heads * dim
+        results = []
+        for chunk in sent.unbind(0):
+            tokens = chunk.new_empty(sum(counts), width)
+            sizes = [count * width for count in counts], [own * width] * size
+            results.append((tokens, self._start(tokens, chunk, *sizes)))
+        return results
+
+    def start_to_heads(self, arrays: Any) -> tuple[torch.Tensor, Any]:
+        """Start the inverse exchange for the heads (tokens, heads, dim) of one chunk.
+
+        Return (size, own tokens, width) and a handle.
+        """
+        counts, size = self.order.counts, self.group.size
+        parts = [x.flatten(1).index_select(0, self.order.inverse) for x in arrays]
+        sent = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        width, own = sent.shape[1], counts[self.group.rank]
+        received = sent.new_empty(size, own, width)
+        sizes = [own * width] * size, [count * width for count in counts]
+        return received, self._start(received, sent, *sizes)
+
+    def finish(
+        self, results: list[tuple[torch.Tensor, Any]], shapes: list[tuple[int, int]]
+    ) -> list[torch.Tensor]:
+        """Wait for the results of `start_to_heads` of all chunks, and return arrays of all heads."""
+        own, size = self.order.counts[self.group.rank], self.group.size
+        like = results[0][0]
+        arrays = [like.new_empty(own, size, self.chunks, *shape) for shape in shapes]
+        for i, (received, work) in enumerate(results):
+            work.wait()
+            at = 0
+            for array, (heads, dim) in zip(arrays, shapes, strict=True):
+                part = received.narrow(2, at, heads * dim).unflatten(2, (heads, dim))
+                array[:, :, i].copy_(part.transpose(0, 1))
+                at += heads * dim
+        return [x.flatten(1, 3) for x in arrays]
+
+    def _start(
+        self, received: torch.Tensor, sent: torch.Tensor, counts: list[int], sent_counts: list[int]
+    ) -> Any:
+        """Start an exchange with the numbers of elements to receive from and to send to each rank."""
+        flat, sent_flat, group = received.flatten(), sent.flatten(), self.group.group
+        return dist.all_to_all_single(
+            flat, sent_flat, counts, sent_counts, group=group, async_op=True
+        )
 
 
 class _SwapHeads(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from .. import checks
@@ -20,6 +19,7 @@ from ..broadcasting import (
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
 from ..ops.segment import gather_tiles, safe_root, segment_reduce, tile_size
+from ..records import record
 from .binding import Standard, implements, library_dtype
 
 TILE = 64  # tokens of one row that are multiplied together
@@ -51,7 +51,7 @@ def matmul(x1: Any, x2: Any, /, *, std: Standard) -> Array:
     return Array.from_layout(std.function(x1.values, x2), x1.layout, x1.ragged_dim)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class GroupedCall:
     """A validated call of `matmul` with one matrix per row.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
@@ -26,6 +25,7 @@ from ..construct import unpack
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import select, take_rows
 from ..layout import Layout, host_offsets_of
+from ..records import record
 from .binding import Standard, check_library, implements
 
 
@@ -115,7 +115,7 @@ def _join_pair(a: Layout, b: Layout) -> Layout:
     return Layout(a.backend, offsets, total, longest)
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@record
 class JoinCall:
     """A validated call of `concat` along the ragged axis.
 

@@ -6,11 +6,10 @@ Functions without a meaning on ragged arrays, or without one yet, are `unsupport
 dense arrays they are the library's own too.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """The action of a function on ragged arrays.
 
     Attributes

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from ..dispatch.operation import define_operation
 from ..layout import Layout, has_same_rows, host_offsets_of
 from ..ops.row_chunks import slice_rows
 from ..ops.segment import append_axes
+from ..records import record
 
 FULL = slice(None)
 
@@ -198,7 +198,7 @@ def select(arr: Array, new: Layout, starts: Any, step: int = 1, *, distinct: boo
     return _select.run_call(SelectCall(arr, new, starts, step, distinct))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class SelectCall:
     """A call of `select`, which serves slices, flips and rows by index.
 

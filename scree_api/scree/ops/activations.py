@@ -187,7 +187,7 @@ def _apply(x: Any, name: str) -> Any:
     check_floating("x", values)
     if isinstance(x, Array):
         values = mask_tail(x, values)
-    function = lib.activations.get(name)
+    function = (lib.activations or {}).get(name)
     if function is None:
         values = xp.astype(values, accumulation_dtype(xp, dtype), copy=False)
         function = partial(FORMULAS[name], xp)

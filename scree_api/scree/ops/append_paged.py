@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,9 @@ import numpy as np
 from .. import checks
 from ..array import Array
 from ..broadcasting import check_same_rows
-from ..dispatch.operation import define_operation
+from ..dispatch.call_cache import PLAIN_TYPES
+from ..dispatch.operation import KernelUnavailableError, define_operation
+from ..records import record
 from .attention import check_heads
 from .gather_scatter import scatter
 from .pages import as_page_table, check_cache, check_pages_if_free
@@ -32,7 +33,7 @@ class RopeOptions(NamedTuple):
     scaling: Any = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class AppendPagedCall:
     """A validated call of `append_paged`.
 
@@ -190,6 +191,42 @@ def append_paged(
            [0., 0.],
            [0., 1.]])
     """
+    key = None
+    # Most layers of a model take this path; see `attention`.
+    if (
+        type(k) is type(v) is Array
+        and k.layout is v.layout
+        and not (k.ragged_dim or v.ragged_dim)
+        and (q is None or (type(q) is Array and q.layout is k.layout and not q.ragged_dim))
+        and (
+            rope is None
+            or (type(rope) is dict and PLAIN_TYPES.issuperset(map(type, rope.values())))
+        )
+        and (kernel is None or type(kernel) is str)
+    ):
+        numbers, second = page_table, None
+        if type(page_table) is Array and not page_table.ragged_dim:
+            numbers, second = page_table.values, page_table.layout
+        if second is not k.layout:
+            options_key = None if rope is None else (*rope.items(), *map(type, rope.values()))
+            key = "append_paged", q is None, options_key, kernel
+            tokens = (k.values, v.values) if q is None else (k.values, v.values, q.values)
+            run = _append_paged.recall(
+                k.layout, key, *tokens, k_pages, v_pages, numbers, kv_lengths, second=second
+            )
+            if run is not None:
+                try:
+                    return run(  # type: ignore[no-any-return]
+                        k=k,
+                        v=v,
+                        q=q,
+                        k_pages=k_pages,
+                        v_pages=v_pages,
+                        page_table=page_table,
+                        kv_lengths=kv_lengths,
+                    )
+                except KernelUnavailableError:
+                    pass  # the validation selects a kernel again
     arrays = {
         "k": k,
         "v": v,
@@ -204,7 +241,7 @@ def append_paged(
         options["rope"], tables = _rope_options(rope)
         if any(x is not None for x in tables):
             arrays |= tables._asdict()
-    return _append_paged.run(arrays, options, kernel)  # type: ignore[no-any-return]
+    return _append_paged.run(arrays, options, kernel, key)  # type: ignore[no-any-return]
 
 
 def _rope_options(rope: Any) -> tuple[RopeOptions, Tables]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from ..broadcasting import check_ragged, check_shared_layout
 from ..dispatch.operation import KernelUnavailableError, define_operation
 from ..dtypes import accumulation_dtype
 from ..layout import Layout, Tiles, host_offsets_of
+from ..records import record
 from .philox import as_seed, kept_pairs, round_probability
 from .row_chunks import equal_cost_bounds, join_rows, split_rows
 from .segment import append_axes, gather_tiles
@@ -43,7 +44,7 @@ MAX_WINDOW = 1 << 30  # keys on one side of a query; no row is as long
 Window = int | tuple[int | None, int | None] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class AttentionCall:
     """A validated call of `attention`. The sinks are no part of it: they rescale its result.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,14 @@ from ..broadcasting import check_ragged, mask_tail
 from ..checks import check_dense, check_floating, check_integer, check_same_dtype, check_shape
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
+from ..records import record
 from .row_chunks import map_rows
 from .shift import has_neighbor
 
 __all__ = ["conv1d"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class Conv1dCall:
     """A validated call of `conv1d`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,13 @@ from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
 from ..indexing.getitem import read_row_index, take_rows
 from ..layout import Layout, has_same_rows, index_dtype, widen_index
+from ..records import record
 from .segment import append_axes, segment_reduce, sort_by_id
 
 __all__ = ["gather", "group", "scatter", "scatter_add"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class GatherCall:
     """A validated call of `gather` for tokens (``axis=1``).
 
@@ -109,7 +110,7 @@ def _gather(call: GatherCall) -> Array:
     return Array.from_layout(taken, call.index.layout)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class ScatterCall:
     """A validated call of `scatter` for tokens (``axis=1``), or of `scatter_add`.
 

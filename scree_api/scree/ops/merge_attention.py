@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
@@ -12,11 +11,12 @@ from ..broadcasting import as_values, check_array, check_same_rows, check_shared
 from ..checks import check_floating, check_same_dtype, check_shape
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
+from ..records import record
 
 __all__ = ["merge_attention"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class MergeAttentionCall:
     """A validated call of `merge_attention`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from .. import checks
@@ -17,11 +17,12 @@ from ..broadcasting import (
 )
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
+from ..records import record
 
 __all__ = ["layer_norm", "rms_norm"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class NormCall:
     """A validated call of `layer_norm` or `rms_norm`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..construct import offsets_from_lengths
 from ..dispatch.operation import define_operation
 from ..dtypes import is_nonzero
 from ..layout import Layout, host_offsets_of, index_dtype, widen_index
+from ..records import record
 from .segment import append_axes
 
 __all__ = ["from_padded", "to_padded"]
@@ -81,7 +82,7 @@ def from_padded(
     return arr
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class UnpadCall:
     """A validated call of `from_padded`.
 
@@ -193,7 +194,7 @@ def _check_mask(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, An
     return mask, np.count_nonzero(booleans, axis=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class MarkCall:
     """The offsets of the rows of a mask that only a device can read, and the slots of its tokens.
 
@@ -307,7 +308,7 @@ def to_padded(
     return _pad.run({"arr": arr}, options, kernel)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class PadCall:
     """A validated call of `to_padded`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +11,10 @@ from .. import checks
 from ..array import Array
 from ..broadcasting import check_ragged
 from ..dispatch import call_cache
-from ..dispatch.operation import OBSERVERS, define_operation
+from ..dispatch.operation import OBSERVERS, KernelUnavailableError, define_operation
 from ..dtypes import accumulation_dtype
 from ..layout import Layout
+from ..records import record
 from .attention import (
     Window,
     apply_sinks,
@@ -33,7 +33,7 @@ __all__ = ["paged_attention"]
 _READABLE = (list, tuple, np.ndarray)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class PagedAttentionCall:
     """A validated call of `paged_attention`, without sinks and shared pages.
 
@@ -199,6 +199,42 @@ def paged_attention(
     >>> scree.paged_attention(q, pages, pages, table, np.asarray([3, 2])).values.ravel()  # means
     array([4.33333333, 2.5       ])
     """
+    key = None
+    # Most layers of a model take this path; see `attention`.
+    if (
+        type(q) is Array
+        and alibi_slopes is k_scale is v_scale is sinks is shared_pages is None
+        and not q.ragged_dim
+        and (causal is True or causal is False)
+        and (window is None or type(window) is int)
+        and (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+        and (split_size is None or type(split_size) is int)
+        and (return_lse is False or return_lse is True)
+        and (kernel is None or type(kernel) is str)
+    ):
+        numbers, second = page_table, None
+        if type(page_table) is Array and not page_table.ragged_dim:
+            numbers, second = page_table.values, page_table.layout
+        if second is not q.layout:
+            key = "paged_attention", causal, window, scale, softcap, split_size, return_lse, kernel
+            run = _paged_attention.recall(
+                q.layout, key, q.values, k_pages, v_pages, numbers, kv_lengths, second=second
+            )
+            if run is not None:
+                try:
+                    return run(
+                        q=q,
+                        k_pages=k_pages,
+                        v_pages=v_pages,
+                        page_table=page_table,
+                        kv_lengths=kv_lengths,
+                        alibi_slopes=None,
+                        k_scale=None,
+                        v_scale=None,
+                    )
+                except KernelUnavailableError:
+                    pass  # the validation selects a kernel again
     arrays = {
         "q": q,
         "k_pages": k_pages,
@@ -226,9 +262,9 @@ def paged_attention(
     if shared_pages is not None:
         out, lse = _run_shared(arrays, options, shared_pages, kernel)
     elif needs_lse:
-        out, lse = _paged_attention.run(arrays, options, kernel)
+        out, lse = _paged_attention.run(arrays, options, kernel, key)
     else:
-        return _paged_attention.run(arrays, options, kernel)
+        return _paged_attention.run(arrays, options, kernel, key)
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

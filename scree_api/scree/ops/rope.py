@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from ..backends import backend
 from ..broadcasting import check_ragged, check_shared_layout
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
+from ..records import record
 from .rope_scaling import (
     FrequencyScaling,
     RopeScaling,
@@ -36,7 +36,7 @@ class Tables(NamedTuple):
     sin: Any = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class RopeCall:
     """A validated call of `rope`.
 

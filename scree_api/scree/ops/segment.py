@@ -12,7 +12,6 @@ have at most three times as many slots as there are tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from ..backends import backend
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype, is_nonzero, real_dtype
 from ..layout import Layout, Tiles
+from ..records import record
 from .row_chunks import map_rows
 
 TILE = 32
@@ -33,7 +33,7 @@ IDENTITIES = {"sum": 0, "mean": float("nan"), "prod": 1, "any": False, "all": Tr
 SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class SegmentCall:
     """A reduction, a scan, or the position of an extremum, within the rows of dense values.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,14 @@ from ..array import Array
 from ..broadcasting import check_ragged, mask_tail, moveaxis, normalize_axis
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
+from ..records import record
 from .row_chunks import map_rows
 from .segment import segment_reduce
 
 __all__ = ["log_softmax", "logsumexp", "softmax"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class SoftmaxCall:
     """A validated call of `softmax`, `log_softmax` or `logsumexp`.
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from .. import checks
 from ..array import Array
 from ..broadcasting import check_array, with_values_like
 from ..dispatch.operation import define_operation
+from ..records import record
 
 __all__ = ["split"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class SplitCall:
     """A validated call of `split`.
 

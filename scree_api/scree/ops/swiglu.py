@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from .. import checks
@@ -11,11 +11,12 @@ from ..backends import backend
 from ..broadcasting import check_array, with_values_like
 from ..dispatch.operation import define_operation
 from ..dtypes import accumulation_dtype
+from ..records import record
 
 __all__ = ["swiglu"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class SwigluCall:
     """A validated call of `swiglu`.
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .. import checks
 from ..array import Array
 from ..broadcasting import check_ragged
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import select
 from ..layout import Layout
+from ..records import record
 
 __all__ = ["topk"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class TopkCall:
     """A validated call of `topk`.
 

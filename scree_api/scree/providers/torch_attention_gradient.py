@@ -7,7 +7,7 @@ Its backward pass runs once per part, with the merged output and log-sum-exp.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ import torch
 from ..array import Array
 from ..dispatch.operation import OPERATIONS, define_operation
 from ..ops.attention import AttentionCall
+from ..records import record
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@record
 class AttentionGradientCall:
     """Gradients of attention through a part of the keys; there is no dropout.
 

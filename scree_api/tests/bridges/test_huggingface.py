@@ -193,8 +193,10 @@ def test_padded_round_trip_on_a_device(side: str, dtype: str, rest: tuple[int, .
     assert_same(from_hf_padded(padded, mask).to_numpy(), arr)
 
 
+@pytest.mark.needs("torch")
 def test_to_hf_flattened_leaves_out_the_tail() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     backend = scree.from_lengths(torch.arange(2), [2]).layout.backend
     # As a compiled function returns it.
     layout = Layout(backend, torch.tensor([0, 2, 4]), 6)
