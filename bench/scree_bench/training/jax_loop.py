@@ -1,6 +1,6 @@
 """The training loop on JAX: the Llama of `models`, with optax, compiled as one function per step.
 
-Initial weights, batches, loss, schedule and optimizer are those of `loop`. The number of tokens and
+Initial weights, batches, loss, schedule and optimizer are the same as in `loop`. The number of tokens and
 of rows is fixed, so the function compiles once.
 """
 
@@ -88,7 +88,7 @@ def make_loss(plan: Plan, precision: str) -> Any:
 
 
 class JaxTraining:
-    """A model in training on JAX; the interface is the one of `loop.Training`."""
+    """A model in training on JAX; it has the interface of `loop.Training`."""
 
     def __init__(
         self, settings: Settings, documents: Documents, form: str, compiled: bool, head: str
