@@ -3,6 +3,9 @@
 JAX has no events, and the events of PyTorch are on other streams. Two launches on JAX's stream around
 a call read the nanoseconds of the GPU instead. The first one spins until the host has launched the
 call, as the device sleeps in `measure` for calls of PyTorch.
+
+XLA leaves a gap of about 5 us between two programs, and events leave a smaller one. So the times are
+shifted: a program with one empty kernel takes as long as an empty kernel of PyTorch by its events.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import jax
@@ -24,7 +28,8 @@ from scree_triton.jax.devices import capability
 from scree_triton.jax.triton_call import run_recording
 from scree_triton.runtime.recording import launch_jit, record
 
-from .measure import L2_BYTES, MAX_SLEEP, Thunk
+from .measure import L2_BYTES, MAX_SLEEP, Thunk, median
+from .measure import device_samples as event_samples
 
 #: Seconds that the device spins at least. Threads of XLA launch kernels after a call has returned.
 MIN_SPIN = 2e-3
@@ -63,6 +68,13 @@ def _fill() -> Any:
     return jnp.zeros(L2_BYTES, jnp.int8)
 
 
+@cache
+def _empty_kernel() -> float:
+    """Return the seconds of an empty kernel of PyTorch, by events."""
+    samples = event_samples(has_clean_l2=False)(lambda: torch.cuda._sleep(1))
+    return median([*islice(samples, 15)])
+
+
 def device_samples(thunk: Thunk) -> Iterator[float]:
     """Yield seconds of the device per call, with a cleared L2 cache.
 
@@ -70,19 +82,23 @@ def device_samples(thunk: Thunk) -> Iterator[float]:
     """
     # Spins have a fixed length, because another length compiles again.
     spin, discarded = MIN_SPIN, 0
-    clock()().block_until_ready()
+    read, empty = clock(), _empty_kernel()
+    read().block_until_ready()
     while True:
         clear_l2, begin_clock = _fill(), clock(int(1e9 * spin))
         begin, start = begin_clock(), time.perf_counter()
         result = thunk()
-        end = clock()()
+        end = read()
         launched = time.perf_counter() - start
         was_late = begin.is_ready()
-        jax.block_until_ready((clear_l2, result, end))
+        # The clock again, with an empty kernel before it.
+        others = read(), read()
+        jax.block_until_ready((clear_l2, result, others))
         del clear_l2, result
         if was_late and discarded < 5 and spin < MAX_SLEEP:
             discarded += 1
             spin = 2 * spin if launched > spin / 2 else spin
             continue
         discarded = 0
-        yield (nanoseconds(end) - nanoseconds(begin)) / 1e9
+        first, last, after = map(nanoseconds, (begin, end, others[1]))
+        yield max(0.0, (last - first) - (after - last)) / 1e9 + empty

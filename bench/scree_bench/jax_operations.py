@@ -1,7 +1,7 @@
 """Norms and operations on rows in JAX: scree, and the same on tokens or padded batches by XLA.
 
-The names of the operations are those of the other libraries, and the names of the contenders are
-not, so that one table has the rows of all.
+The operations have the same names as on PyTorch, and the contenders have other names. So one table has
+the rows of both libraries.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def interleaved(
     wait
         Waits until the result of a thunk has been computed, for asynchronous libraries.
     device
-        On "cuda" the device is timed, and then the host: see `_device_samples` and `_host_samples`.
+        On "cuda" the device is timed, and then the host: see `device_samples` and `_host_samples`.
     library
         The library that runs on "cuda". JAX has a clock of its own, see `jax_clock`.
     min_samples
@@ -188,7 +188,7 @@ def interleaved(
     else:
         import torch
 
-        sampler, wait = _device_samples(has_clean_l2), lambda _: torch.cuda.synchronize()
+        sampler, wait = device_samples(has_clean_l2), lambda _: torch.cuda.synchronize()
     run_rounds({name: sampler(thunks[name]) for name in completed()}, "seconds")
     if not has_host_times:
         return outcomes
@@ -247,7 +247,7 @@ def _samples(thunk: Thunk, wait: Callable[[Any], Any]) -> Iterator[float]:
             yield seconds
 
 
-def _device_samples(has_clean_l2: bool) -> Callable[[Thunk], Iterator[float]]:
+def device_samples(has_clean_l2: bool) -> Callable[[Thunk], Iterator[float]]:
     """Return a sampler of the device time of a call, by events, with a cleared L2 cache.
 
     Zeros clear the cache, and the call writes them back. With `has_clean_l2` another array is read

@@ -63,8 +63,14 @@ class Now:
 def test_device_samples_are_differences_of_the_clock(monkeypatch):
     clock = import_module("scree_bench.jax_clock")
     spins, calls = [], []
-    # The first call warms up. The device of the second sample woke up early.
-    readings = iter([(0, 0), (5 << 40, 0), ((5 << 40) + 7000, 0), (1, 1), (9, 1), (4, 0), (304, 0)])
+    start = 5 << 40
+    # Readings of a sample: before and after the call, two more, and whether the device had woken up.
+    samples = [
+        (start, start + 7000, start + 7300, start + 8000, False),
+        (1, 9, 10, 12, True),
+        (4, 804, 900, 1004, False),
+    ]
+    readings = iter([(0, False), *((at, late) for *ats, late in samples for at in ats)])
 
     def read(nanoseconds=0):
         spins.append(nanoseconds)
@@ -72,7 +78,8 @@ def test_device_samples_are_differences_of_the_clock(monkeypatch):
 
     monkeypatch.setattr(clock, "clock", read)
     monkeypatch.setattr(clock, "_fill", lambda: None)
-    samples = clock.device_samples(lambda: calls.append("call"))
-    assert [*itertools.islice(samples, 2)] == pytest.approx([7e-6, 3e-7])
+    monkeypatch.setattr(clock, "_empty_kernel", lambda: 1e-6)
+    times = clock.device_samples(lambda: calls.append("call"))
+    assert [*itertools.islice(times, 2)] == pytest.approx([6e-6 + 1e-6, 6e-7 + 1e-6])
     assert len(calls) == 3
-    assert spins[1] == int(1e9 * clock.MIN_SPIN)
+    assert int(1e9 * clock.MIN_SPIN) in spins

@@ -116,11 +116,17 @@ def _to_torch(call: Any) -> Any:
     if any(layout.cut is not None for layout in _layouts_of(call)):
         return None
 
+    converted: dict[int, Any] = {}
+
     def convert(x: Any) -> Any:
+        # Kernels compare attributes by identity.
+        if id(x) not in converted:
+            converted[id(x)] = convert_once(x)
+        return converted[id(x)]
+
+    def convert_once(x: Any) -> Any:
         if isinstance(x, Array):
-            return Array.from_layout(
-                torch.from_dlpack(x.values), _to_layout(x.layout), x.ragged_dim
-            )
+            return Array.from_layout(convert(x.values), _to_layout(x.layout), x.ragged_dim)
         if isinstance(x, Layout):
             return _to_layout(x)
         if isinstance(x, np.dtype | type):

@@ -204,15 +204,17 @@ def check_shard_map():
     np.testing.assert_allclose(grads, expected_grads, rtol=1e-5, atol=1e-5)
 
 
-def check_automatic_partitioning_is_refused():
+def check_automatic_partitioning():
+    """Programs on one of several devices launch kernels; programs on all of them do not."""
     q, k, v = arrays(4, 32, jnp.float32)
-    refused = "XLA cannot split the Triton kernels between devices"
-    try:
-        jax.jit(lambda *x: attend(*x).values)(q, k, v, offsets(LENGTHS))
-    except ValueError as error:
-        assert refused in str(error), error
-    else:
-        raise AssertionError("automatic partitioning was not refused")
+    heads = jax.NamedSharding(Mesh(np.array(jax.devices()), "heads"), PartitionSpec(None, "heads"))
+    for x, has_kernels in ((q, True), (jax.device_put(q, heads), False)):
+        traced = jax.jit(lambda *x: attend(*x).values).trace(x, k, v, offsets(LENGTHS))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("triton_kernel_call_ffi" in text) is has_kernels
+        assert any("XLA cannot split" in str(x.message) for x in caught) is not has_kernels
 
 
 def check_kernel_that_does_not_compile():
@@ -270,7 +272,7 @@ def main():
             check_kernel_that_does_not_compile()
     if not hopper:
         check_shard_map()
-        check_automatic_partitioning_is_refused()
+        check_automatic_partitioning()
     print("passed")
 
 

@@ -99,6 +99,18 @@ def test_attention_matches_a_loop_over_rows():
     assert lse.values.shape == q.shape[:2] and lse.layout is queries.layout
 
 
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_cross_entropy_matches_a_loop_over_tokens(is_ragged):
+    x, rows = rows_of(6)
+    targets = np.arange(len(x)) % 6
+    arguments = rows.values, asarray(targets)
+    if is_ragged:
+        arguments = rows, rows.with_values(arguments[1])
+    loss = scree.cross_entropy(*arguments, kernel="triton_dlpack")
+    expected = np.mean([np.log(np.exp(a).sum()) - a[i] for a, i in zip(x, targets)])
+    compare(loss, expected)
+
+
 def test_other_libraries_and_dtypes_are_rejected_with_a_sentence():
     tensors = scree.Array(torch.ones(3, 4), torch.as_tensor([0, 2, 3], dtype=torch.int32))
     rejected = scree.explain("softmax", tensors).rejected["triton_dlpack"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import scree
+from scree.dispatch.registry import kernels
 
 from ..gpt import IGNORED
 from ..peers import importable
@@ -356,4 +357,8 @@ def unavailable(form: Form, size: Size, device: str) -> str | None:
 
         if jax.default_backend() != {"cuda": "gpu"}.get(device, device):
             return f"JAX runs on {jax.default_backend()} here"
+        # Loads the kernels too, before a function is traced.
+        scree.namespace(jax.numpy.zeros(1))
+        if device == "cuda" and not any(x.provider == "triton_jax" for x in kernels("attention")):
+            return "no kernels for JAX are registered; install scree again, or torch and Triton"
     return None

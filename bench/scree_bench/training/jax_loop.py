@@ -88,7 +88,7 @@ def make_loss(plan: Plan, precision: str) -> Any:
 
 
 class JaxTraining:
-    """A model in training on JAX; the interface is the one of `loop.Training`."""
+    """A model in training on JAX; it has the interface of `loop.Training`."""
 
     def __init__(
         self, settings: Settings, documents: Documents, form: str, compiled: bool, head: str

@@ -55,17 +55,8 @@ def rejects_arrays(*arrays: Any) -> str | None:
 
 
 def rejects_partitioning(*arrays: Any) -> str | None:
-    """Return why XLA would have to split a launch between devices; None if it need not."""
-    if jax.device_count() == 1:
+    """Return why the arrays are split between devices; None if they are not, or are traced."""
+    if jax.device_count() == 1 or any(isinstance(x, jax.core.Tracer) for x in arrays):
         return None
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        is_split = any(len(x.devices()) > 1 for x in arrays)
-        return "the Triton kernels take arrays on one device" if is_split else None
-    mesh = jax.sharding.get_abstract_mesh()
-    # A traced function does not know on how many devices its arguments are.
-    if mesh.axis_names and len(mesh.manual_axes) == len(mesh.axis_names):
-        return None
-    return (
-        "XLA cannot split the Triton kernels between devices: with several devices, call them inside "
-        "jax.shard_map, or make one device visible"
-    )
+    is_split = any(len(x.devices()) > 1 for x in arrays)
+    return "the Triton kernels take arrays on one device" if is_split else None

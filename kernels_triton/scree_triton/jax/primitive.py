@@ -1,7 +1,8 @@
 """Primitives of JAX that launch Triton kernels on CUDA, and run other functions elsewhere.
 
 Where kernels do not compile on CUDA, the other functions run too, with one warning and a line in
-`scree.explain`.
+`scree.explain`. They also run where XLA would have to split a launch between devices. Only the lowering
+knows the number of devices of a program.
 """
 
 import warnings
@@ -13,6 +14,11 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+#: Why kernels do not run in a program on several devices.
+SPLIT = (
+    "XLA cannot split the Triton kernels between devices, so another implementation runs; call the "
+    "function inside jax.shard_map"
+)
 #: Kind of call -> why its kernels do not run.
 UNAVAILABLE: dict[Hashable, str] = {}
 
@@ -25,6 +31,16 @@ def record_failure(name: str, kind: Hashable, error: Exception) -> str:
         warnings.warn(f"{name}: {reason}", RuntimeWarning, stacklevel=3)
     UNAVAILABLE[kind] = reason
     return reason
+
+
+def _splits_launches(module_context: Any) -> bool:
+    """Return whether XLA would have to split the launches of a module between devices."""
+    axes = getattr(module_context, "axis_context", None)
+    if hasattr(axes, "num_devices"):
+        return bool(axes.num_devices > 1)
+    if hasattr(axes, "manual_axes"):  # inside shard_map
+        return {*axes.manual_axes} != {*axes.mesh.axis_names}
+    return jax.device_count() > 1
 
 
 def define_primitive(
@@ -78,10 +94,18 @@ def define_primitive(
                 record_failure(name, kind, error)
         return fallback(*arrays, static=static)
 
-    mlir.register_lowering(primitive, mlir.lower_fun(fallback, multiple_results=True))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(run_or_fall_back, multiple_results=True), platform="cuda"
-    )
+    lower_fallback = mlir.lower_fun(fallback, multiple_results=True)
+    lower_kernels = mlir.lower_fun(run_or_fall_back, multiple_results=True)
+
+    def lower_on_cuda(context: Any, *arrays: Any, static: Any) -> Any:
+        lower = lower_kernels
+        if _splits_launches(context.module_context):
+            warnings.warn(f"{name}: {SPLIT}", RuntimeWarning, stacklevel=2)
+            lower = lower_fallback
+        return lower(context, *arrays, static=static)
+
+    mlir.register_lowering(primitive, lower_fallback)
+    mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = derive
     return primitive
