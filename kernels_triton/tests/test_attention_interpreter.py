@@ -279,10 +279,13 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         (1, 16, 1, 40, UNBOUNDED, ("usual", False)),
         (1, 16, 1, 40, 1601, ("usual", False)),
         (1, 16, 1, 40, 1602, ("few tiles", False)),
-        (1013, 16, 1, 40, 1602, ("few tiles", False)),
-        (1014, 16, 1, 40, 1602, ("usual", False)),
+        (844, 16, 1, 40, 1602, ("few tiles", False)),
+        (845, 16, 1, 40, 1602, ("usual", False)),
         (2000, 16, 1, 40, 192, ("short rows", False)),
         (2000, 16, 1, 40, 193, ("usual", False)),
+        (2000, 16, 1, 129, 192, ("usual", False)),
+        (844, 192, 1, 40, 1600, ("few tiles", False)),
+        (845, 192, 1, 40, 1600, ("usual", False)),
         (50, 16, 2, 40, 40, ("few tiles", True)),
         (50, 16, 2, 40, UNBOUNDED, ("usual", False)),
         (50, 16, 2, 41, 41, ("few tiles", False)),
@@ -358,6 +361,26 @@ def test_get_launch_config_few_tiles_depends_on_the_longest_tile(
     values = [torch.empty((sum(lengths), 1, 16), device=DEVICE).expand(-1, heads, -1)] * 3
     layout, spec = VarlenLayout(cu, cu, None, max(lengths)), AttentionSpec(*window, 0.25, 0.0)
     assert get_launch_config(*values, layout, spec, False) == expected
+
+
+def test_get_launch_config_two_long_rows_depends_on_the_offsets(monkeypatch):
+    """One row has most queries and another one most keys, unless queries and keys share their rows."""
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2])
+    cu_q, cu_k = offsets((8000, 100, 100), DEVICE), offsets((100, 9000, 100), DEVICE)
+    kinds = []
+    for cu, right in ((cu_q, UNBOUNDED), (cu_k, UNBOUNDED), (cu_k, 0)):
+        q, k = (torch.empty((int(x[-1]), 1, 16), device=DEVICE) for x in (cu_q, cu))
+        q, k = q.expand(-1, 12, -1), k.expand(-1, 12, -1)
+        layout, spec = VarlenLayout(cu_q, cu, None, 9000), AttentionSpec(UNBOUNDED, right, 0.2, 0.0)
+        kinds.append(get_launch_config(q, k, k, layout, spec, False))
+    assert kinds == ["long rows", "two long rows", "long rows"]
+
+
+def test_sm90_tiles_two_long_rows_of_other_head_dims_are_long_rows():
+    kinds = "long rows", "two long rows"
+    assert len({tile_configs.sm90_tiles(2, 64, 64, kind) for kind in kinds}) == 1
+    assert len({tile_configs.sm90_tiles(2, 128, 128, kind) for kind in kinds}) == 2
 
 
 def test_count_short_rows_estimates_from_the_longest_row():

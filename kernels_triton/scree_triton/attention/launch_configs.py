@@ -26,12 +26,11 @@ from .metadata import (
 from .portable_config import PortableConfig
 from .sm90_configs import Bf16x3Config, Sm90Config, Sm90MixedConfig
 from .tile_configs import (
-    FEW_QUERIES,
-    LARGE_TILE,
     LONG_SEQLEN,
     MANY_ROWS,
     MERGED_MEAN_SEQLEN,
     SHORT_SEQLEN,
+    SHORTEST_MEAN_SEQLEN,
     SHORTEST_SEQLEN,
     SM_COUNT,
     SMALL_TILE_COST,
@@ -39,6 +38,8 @@ from .tile_configs import (
     Sm90Tiles,
     Tiles,
     count_short_rows,
+    few_queries,
+    large_tile,
     portable_tiles,
     sm90_tiles,
     weight_rows,
@@ -139,7 +140,7 @@ def _config_key(
         has_tokens and is_tma_aligned(q, k, v),
         layout.cu_seqlens_q is layout.cu_seqlens_k,
         allows_tf32(q.dtype),
-        _batch_kind(layout, total_q, total_k, heads, spec),
+        _batch_kind(layout, total_q, total_k, heads, max(head_dim, head_dim_v), spec),
         layout.max_seqlen < UNBOUNDED
         and max(total_q, total_k) <= MERGED_MEAN_SEQLEN * num_rows
         and _has_many_short_rows(layout, max(total_q, total_k), heads, max(head_dim, head_dim_v)),
@@ -151,40 +152,57 @@ def _head_layouts(*arrays: torch.Tensor) -> tuple[HeadLayout, ...]:
 
 
 def _batch_kind(
-    layout: VarlenLayout, total_q: int, total_k: int, heads: int, spec: AttentionSpec
+    layout: VarlenLayout, total_q: int, total_k: int, heads: int, head_dim: int, spec: AttentionSpec
 ) -> BatchKind:
     """Return which tiles a batch takes; only a known length of the longest row selects others."""
     max_seqlen = layout.max_seqlen
     if max_seqlen >= UNBOUNDED:
         return "usual"
-    if max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES:
+    if max_seqlen <= SHORT_SEQLEN and total_q * heads <= few_queries(head_dim):
         return "few tiles"
     if max_seqlen <= SHORTEST_SEQLEN:
-        return "short rows"
+        num_rows = layout.cu_seqlens_q.shape[0] - 1
+        return "short rows" if total_q <= SHORTEST_MEAN_SEQLEN * num_rows else "usual"
+    work = layout, total_q, total_k, heads, head_dim, spec
     # A compiled model passes SHORT_SEQLEN + 1 for shorter rows.
-    if max_seqlen > SHORT_SEQLEN + 1 and _has_long_tiles(layout, total_q, total_k, heads, spec):
+    if max_seqlen > SHORT_SEQLEN + 1 and _has_long_tiles(*work, aligned=True):
         return "few tiles"
-    if spec.window_left >= UNBOUNDED and _has_long_rows(layout, total_k):
-        return "long rows"
-    return "usual"
+    if spec.window_left < UNBOUNDED or not _has_long_rows(layout, total_k):
+        return "usual"
+    # In causal rows, queries before the first key attend to nothing, so tiles have less work.
+    is_aligned = layout.cu_seqlens_q is layout.cu_seqlens_k or spec.window_right < UNBOUNDED
+    if not is_aligned and _has_long_tiles(*work, aligned=False):
+        return "two long rows"
+    return "long rows"
 
 
 def _has_long_tiles(
-    layout: VarlenLayout, total_q: int, total_k: int, heads: int, spec: AttentionSpec
+    layout: VarlenLayout,
+    total_q: int,
+    total_k: int,
+    heads: int,
+    head_dim: int,
+    spec: AttentionSpec,
+    aligned: bool,
 ) -> bool:
     """Return whether one large tile takes longer than the work per SM of small tiles.
 
-    One row has the largest length, of queries and of keys, and the others are equal.
+    One row has the largest length, and the others are equal. With `aligned`, one row has the most
+    queries and the most keys; otherwise two rows have them.
     """
     longest_q, longest_k = min(layout.max_seqlen, total_q), min(layout.max_seqlen, total_k)
-    others = (total_q - longest_q) * (total_k - longest_k)
-    pairs = longest_q * longest_k + others / max(layout.cu_seqlens_q.shape[0] - 2, 1)
+    num_others, tile = max(layout.cu_seqlens_q.shape[0] - 2, 1), large_tile(head_dim)
+    other_q, other_k = (total_q - longest_q) / num_others, (total_k - longest_k) / num_others
+    if aligned:
+        pairs = longest_q * longest_k + num_others * other_q * other_k
+    else:
+        pairs = longest_q * other_k + other_q * longest_k + (num_others - 1) * other_q * other_k
     if min(spec.window_left, spec.window_right) < UNBOUNDED:
         # A causal mask leaves about half of the pairs.
         reach = max(spec.window_left, 0) + max(spec.window_right, 0) + 1
         pairs = min(pairs / 2, float(total_q * reach))
-        longest_k = min(longest_k, reach + LARGE_TILE)
-    return SMALL_TILE_COST * heads * pairs < SM_COUNT * LARGE_TILE * longest_k
+        longest_k = min(longest_k, reach + tile)
+    return SMALL_TILE_COST * heads * pairs < SM_COUNT * tile * longest_k
 
 
 def _has_many_short_rows(layout: VarlenLayout, tokens: int, heads: int, head_dim: int) -> bool:

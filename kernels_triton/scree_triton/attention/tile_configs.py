@@ -73,20 +73,22 @@ SM90_TILES = {
 }
 
 #: The lengths and the number of rows by which a batch has tiles of its own, see `SM90_BATCH_TILES`.
-BatchKind = Literal["usual", "few tiles", "short rows", "long rows"]
+BatchKind = Literal["usual", "few tiles", "short rows", "long rows", "two long rows"]
 
 #: A batch has few tiles if its rows are known to have at most SHORT_SEQLEN tokens, and it has at most
-#: FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last tile matters,
-#: and some kernels take smaller tiles.
+#: `few_queries` queries summed over heads. Then the time of the last tile matters, and some kernels take
+#: smaller tiles.
 SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
 #: A batch with a longer row has few tiles if its work per SM, times SMALL_TILE_COST, is less than one
-#: tile of LARGE_TILE queries of its longest row. Smaller tiles take longer for the same work.
-LARGE_TILE, SMALL_TILE_COST, SM_COUNT = 192, 1.25, 132
-#: A batch has short rows if no row is known to have more tokens than this. Tiles of 192 queries are
-#: then empty in part.
-SHORTEST_SEQLEN = 192
+#: tile of `large_tile` queries of its longest row. Smaller tiles take longer for the same work.
+SMALL_TILE_COST, SM_COUNT = 1.5, 132
+#: A batch has short rows if no row is known to have more tokens than the first number, and the mean row
+#: not more than the second. Tiles of 192 queries are then empty in part.
+SHORTEST_SEQLEN, SHORTEST_MEAN_SEQLEN = 192, 128
 #: A batch has long rows if the row of a mean pair of query and key is known to have this length.
-#: Small tiles would read the keys more often than the L2 cache can deliver them.
+#: Small tiles would read the keys more often than the L2 cache can deliver them. It has two long rows if
+#: the longest row of queries may attend to few keys, and another row of few queries to most keys: a tile
+#: of that row would then take longer than the work per SM.
 LONG_SEQLEN = 4096
 #: Tiles of a table above -> kind of batch -> its tiles, if the kind has others.
 SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
@@ -111,6 +113,7 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
         "few tiles": SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
         "short rows": SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
         "long rows": SM90_TILES[2, 128]._replace(dq=Sm90Tile(192, 64, 2, 1)),
+        "two long rows": SM90_TILES[2, 128]._replace(forward=Sm90Tile(128, 128, 2, 2)),
     },
     SM90_TILES[2, 160]: {
         "few tiles": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
@@ -142,6 +145,16 @@ SM90_MERGED_TILES = {
     192: _sm90((64, 64, 1, 1, 2), (64, 64, 1, 1, 2), (64, 64, 1, 1, 2), split_dkdv=True),
     256: _sm90((64, 64, 2, 2, 1), (64, 64, 1, 1, 1), (32, 64, 2, 1, 1), split_dkdv=True),
 }
+
+
+def few_queries(head_dim: int) -> int:
+    """Return at most how many queries, summed over heads, are few: 512 or 256 per SM of an H100."""
+    return FEW_QUERIES if head_dim <= 160 else FEW_QUERIES // 2
+
+
+def large_tile(head_dim: int) -> int:
+    """Return the number of queries of the largest tile of a head_dim."""
+    return 192 if head_dim <= 128 else 128
 
 
 def count_short_rows(rows: int, tokens: int, max_seqlen: int) -> float:
@@ -199,7 +212,10 @@ def sm90_tiles(
     tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
         (itemsize, max(width, width_v))
     )
-    return SM90_BATCH_TILES.get(tiles, {}).get(batch_kind, tiles)
+    kinds = SM90_BATCH_TILES.get(tiles, {})
+    if batch_kind == "two long rows" and batch_kind not in kinds:
+        batch_kind = "long rows"
+    return kinds.get(batch_kind, tiles)
 
 
 # By bytes per element and padded head_dim. Measured on Hopper.
