@@ -29,6 +29,8 @@ from .metadata import AttentionSpec, allows_tf32
 from .paged_kernels import combine_kernel, combine_prefill_kernel, decode_kernel, prefill_kernel
 from .tile_scheduler import UNBOUNDED
 
+#: Bound once, because a class method is bound anew at every call.
+_from_layout = scree.Array.from_layout
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Rows of the tile of queries of `decode_kernel`: at least what a matrix product takes, and at most
 #: what the registers hold beside the keys.
@@ -688,7 +690,7 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
     # Whether products may use tf32 -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}
     max_length, n = call.q.layout.max_length_bound, call.q.batch_size
-    are_lengths_contiguous = call.kv_lengths.is_contiguous()
+    is_float32 = dtype == torch.float32
 
     # The functions below are cached, so they must not hold the arrays of the first call.
     def prepare(
@@ -699,9 +701,16 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         kv_lengths: torch.Tensor,
         is_tf32: bool,
     ) -> Callable[..., Any]:
+        given = pages, kv_lengths
+        pages, kv_lengths = _make_contiguous(pages, kv_lengths)
         indices = pages, page_offsets, kv_lengths, q.offsets
         config = _select(q.values, *caches, indices, has_slopes, has_scales, max_length, n, spec)
-        run = config.prepare(q.values, *caches, pages, page_offsets, q.offsets)
+        run = launch = config.prepare(q.values, *caches, pages, page_offsets, q.offsets)
+        if pages is not given[0] or kv_lengths is not given[1]:
+
+            def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+                return launch(q, k, v, *_make_contiguous(*others[:2]), *others[2:])
+
         prepared[is_tf32] = run
         return run
 
@@ -722,22 +731,30 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             k_scale = v_scale = None
         if isinstance(page_table, torch.Tensor):
             pages, page_offsets = page_table, None
-            if pages.stride(1) != 1:
-                pages = pages.contiguous()
         else:
-            pages, page_offsets = _aligned(page_table.values), page_table.offsets
-        if not are_lengths_contiguous:
-            kv_lengths = kv_lengths.contiguous()
-        is_tf32 = allows_tf32(dtype)
+            pages, page_offsets = page_table.values, page_table.offsets
+            # As in `_aligned`, without the host time of a function call.
+            if pages.data_ptr() % 16:
+                pages = pages.clone()
+        is_tf32 = is_float32 and allows_tf32(dtype)
         run = prepared.get(is_tf32) or prepare(
             q, (k_pages, v_pages), pages, page_offsets, kv_lengths, is_tf32
         )
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
         out, lse = run(values, k_pages, v_pages, pages, kv_lengths, slopes, k_scale, v_scale)
-        out = q.from_layout(out, layout)
-        return out if lse is None else (out, q.from_layout(lse, layout))
+        out = _from_layout(out, layout)
+        return out if lse is None else (out, _from_layout(lse, layout))
 
     return attend
+
+
+def _make_contiguous(
+    pages: torch.Tensor, kv_lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a page table of contiguous rows, and contiguous lengths."""
+    if pages.stride(-1) != 1:
+        pages = pages.contiguous()
+    return pages, kv_lengths.contiguous()
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
