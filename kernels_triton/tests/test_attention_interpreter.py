@@ -281,6 +281,7 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         (1, 16, 1, 40, 1602, ("few tiles", False)),
         (844, 16, 1, 40, 1602, ("few tiles", False)),
         (845, 16, 1, 40, 1602, ("usual", False)),
+        (1, 136, 1, 40, 1602, ("usual", False)),
         (2000, 16, 1, 40, 192, ("short rows", False)),
         (2000, 16, 1, 40, 193, ("usual", False)),
         (2000, 16, 1, 129, 192, ("usual", False)),

@@ -26,6 +26,7 @@ from .metadata import (
 from .portable_config import PortableConfig
 from .sm90_configs import Bf16x3Config, Sm90Config, Sm90MixedConfig
 from .tile_configs import (
+    LARGE_TILE,
     LONG_SEQLEN,
     MANY_ROWS,
     MERGED_MEAN_SEQLEN,
@@ -34,12 +35,12 @@ from .tile_configs import (
     SHORTEST_SEQLEN,
     SM_COUNT,
     SMALL_TILE_COST,
+    SMALL_TILE_HEAD_DIM,
     BatchKind,
     Sm90Tiles,
     Tiles,
     count_short_rows,
     few_queries,
-    large_tile,
     portable_tiles,
     sm90_tiles,
     weight_rows,
@@ -163,9 +164,10 @@ def _batch_kind(
     if max_seqlen <= SHORTEST_SEQLEN:
         num_rows = layout.cu_seqlens_q.shape[0] - 1
         return "short rows" if total_q <= SHORTEST_MEAN_SEQLEN * num_rows else "usual"
-    work = layout, total_q, total_k, heads, head_dim, spec
+    work = layout, total_q, total_k, heads, spec
     # A compiled model passes SHORT_SEQLEN + 1 for shorter rows.
-    if max_seqlen > SHORT_SEQLEN + 1 and _has_long_tiles(*work, aligned=True):
+    has_smaller_tiles = head_dim <= SMALL_TILE_HEAD_DIM and max_seqlen > SHORT_SEQLEN + 1
+    if has_smaller_tiles and _has_long_tiles(*work, aligned=True):
         return "few tiles"
     if spec.window_left < UNBOUNDED or not _has_long_rows(layout, total_k):
         return "usual"
@@ -177,13 +179,7 @@ def _batch_kind(
 
 
 def _has_long_tiles(
-    layout: VarlenLayout,
-    total_q: int,
-    total_k: int,
-    heads: int,
-    head_dim: int,
-    spec: AttentionSpec,
-    aligned: bool,
+    layout: VarlenLayout, total_q: int, total_k: int, heads: int, spec: AttentionSpec, aligned: bool
 ) -> bool:
     """Return whether one large tile takes longer than the work per SM of small tiles.
 
@@ -191,7 +187,7 @@ def _has_long_tiles(
     queries and the most keys; otherwise two rows have them.
     """
     longest_q, longest_k = min(layout.max_seqlen, total_q), min(layout.max_seqlen, total_k)
-    num_others, tile = max(layout.cu_seqlens_q.shape[0] - 2, 1), large_tile(head_dim)
+    num_others = max(layout.cu_seqlens_q.shape[0] - 2, 1)
     other_q, other_k = (total_q - longest_q) / num_others, (total_k - longest_k) / num_others
     if aligned:
         pairs = longest_q * longest_k + num_others * other_q * other_k
@@ -201,8 +197,8 @@ def _has_long_tiles(
         # A causal mask leaves about half of the pairs.
         reach = max(spec.window_left, 0) + max(spec.window_right, 0) + 1
         pairs = min(pairs / 2, float(total_q * reach))
-        longest_k = min(longest_k, reach + tile)
-    return SMALL_TILE_COST * heads * pairs < SM_COUNT * tile * longest_k
+        longest_k = min(longest_k, reach + LARGE_TILE)
+    return SMALL_TILE_COST * heads * pairs < SM_COUNT * LARGE_TILE * longest_k
 
 
 def _has_many_short_rows(layout: VarlenLayout, tokens: int, heads: int, head_dim: int) -> bool:

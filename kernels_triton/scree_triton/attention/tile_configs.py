@@ -79,9 +79,10 @@ BatchKind = Literal["usual", "few tiles", "short rows", "long rows", "two long r
 #: `few_queries` queries summed over heads. Then the time of the last tile matters, and some kernels take
 #: smaller tiles.
 SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
-#: A batch with a longer row has few tiles if its work per SM, times SMALL_TILE_COST, is less than one
-#: tile of `large_tile` queries of its longest row. Smaller tiles take longer for the same work.
-SMALL_TILE_COST, SM_COUNT = 1.5, 132
+#: A batch with a longer row and a head_dim of at most SMALL_TILE_HEAD_DIM has few tiles if its work per
+#: SM, times SMALL_TILE_COST, is less than one tile of LARGE_TILE queries of its longest row. Smaller tiles
+#: take longer for the same work.
+LARGE_TILE, SMALL_TILE_COST, SMALL_TILE_HEAD_DIM, SM_COUNT = 192, 1.5, 128, 132
 #: A batch has short rows if no row is known to have more tokens than the first number, and the mean row
 #: not more than the second. Tiles of 192 queries are then empty in part.
 SHORTEST_SEQLEN, SHORTEST_MEAN_SEQLEN = 192, 128
@@ -150,11 +151,6 @@ SM90_MERGED_TILES = {
 def few_queries(head_dim: int) -> int:
     """Return at most how many queries, summed over heads, are few: 512 or 256 per SM of an H100."""
     return FEW_QUERIES if head_dim <= 160 else FEW_QUERIES // 2
-
-
-def large_tile(head_dim: int) -> int:
-    """Return the number of queries of the largest tile of a head_dim."""
-    return 192 if head_dim <= 128 else 128
 
 
 def count_short_rows(rows: int, tokens: int, max_seqlen: int) -> float:
