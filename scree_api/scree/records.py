@@ -17,6 +17,16 @@ def _refuse(self: Any, name: str, value: Any = None) -> NoReturn:
     raise FrozenInstanceError(f"cannot assign to or delete field {name!r}")
 
 
+# For `copy` and `pickle`, which assign to slots where a class has no such methods.
+def _getstate(self: Any) -> list[Any]:
+    return [getattr(self, x.name) for x in fields(self)]
+
+
+def _setstate(self: Any, state: list[Any]) -> None:
+    for x, value in zip(fields(self), state, strict=True):
+        object.__setattr__(self, x.name, value)
+
+
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(field,))
 def record(cls: type[T]) -> type[T]:
     """Turn a class of annotated fields into a frozen dataclass with slots.
@@ -26,6 +36,7 @@ def record(cls: type[T]) -> type[T]:
     """
     decorated: Any = dataclass(init=False, eq=False, repr=False, slots=True)(cls)
     decorated.__setattr__ = decorated.__delattr__ = _refuse
+    decorated.__getstate__, decorated.__setstate__ = _getstate, _setstate
     decorated.__dataclass_params__.frozen = True  # PyTorch's compiler traces such constructors
     if "__init__" in vars(cls):
         return decorated  # type: ignore[no-any-return]

@@ -1,5 +1,7 @@
 """Records behave as frozen dataclasses with slots."""
 
+import copy
+import pickle
 from dataclasses import FrozenInstanceError, field, fields, replace
 
 import pytest
@@ -25,6 +27,7 @@ def test_record_constructs_replaces_and_refuses_assignment() -> None:
     point = Point(1.0)
     assert (point.x, point.y, point.note, point.norm) == (1.0, 2.0, "none", 3.0)
     assert replace(point, y=5.0).norm == 6.0
+    assert copy.copy(point).norm == 3.0 and pickle.loads(pickle.dumps(point)).y == 2.0
     assert [x.name for x in fields(Point)] == ["x", "y", "note", "norm"]
     assert not hasattr(point, "__dict__") and Point(1.0) != Point(1.0)
     for wrong in ({}, {"x": 1.0, "note": "a"}, {"x": 1.0, "z": 2.0}):
