@@ -223,6 +223,7 @@ class PrefillSm90Args:
     v_page_stride: Number
     n: Number
     bisections: Number
+    parts: Number
     window_left: Number
     window_right: Number
     scale: Number
@@ -244,6 +245,7 @@ class CombinePrefillArgs:
     PARTIAL: Pointer
     n: Number
     bisections: Number
+    parts: Number
     window_left: Number
     window_right: Number
     capacity: Number
@@ -412,26 +414,27 @@ class _LaunchConfig:
             x: options[x] for x in ("PAGE_SIZE", "IS_RAGGED", "HAS_LEFT", "HAS_RIGHT", "WRITE_LSE")
         }
 
+        min_part = dict(MIN_PART=_MIN_PREFILL_PART)
+        self.combine_prefill = Launch(
+            combine_prefill_kernel,
+            heads | combined | tiles | combined_options | min_part | dict(TILE=_COMBINED_ROWS),
+            dict(num_warps=4),
+            args=CombinePrefillArgs,
+            unwritten=unwritten,
+        )
+
         @cache
-        def prefill_launches(parts: int) -> tuple[Launch, Launch]:
-            cut = dict(PARTS=parts, MIN_PART=_MIN_PREFILL_PART)
-            same = dict(SAME_STRIDES=shape.has_same_strides)
-            combine = Launch(
-                combine_prefill_kernel,
-                heads | combined | tiles | combined_options | cut | dict(TILE=_COMBINED_ROWS),
-                dict(num_warps=4),
-                args=CombinePrefillArgs,
-                unwritten=unwritten,
-            )
+        def prefill_launch(parts: int) -> Launch:
             prefill_unwritten = unwritten if parts > 1 else (*unwritten, "PARTIAL")
             if sm90 is None:
+                cut = dict(PARTS=parts) | min_part | dict(SAME_STRIDES=shape.has_same_strides)
                 return Launch(
                     prefill_kernel,
-                    heads | dims | tiles | options | cut | same | last,
+                    heads | dims | tiles | options | cut | last,
                     dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
                     args=PrefillArgs,
                     unwritten=prefill_unwritten,
-                ), combine
+                )
             from .paged_sm90 import paged_prefill_sm90_kernel
 
             consumers, box = sm90.block_m // 64, min(shape.page_size, sm90.block_n)
@@ -442,16 +445,16 @@ class _LaunchConfig:
                 | dict(HEAD_DIM=shape.head_dim, HEAD_DIM_V=shape.head_dim_v)
                 | tiles
                 | {x: options[x] for x in names}
-                | cut
+                | min_part
                 | dict(STAGES=sm90.num_stages, CONSUMERS=consumers),
                 # Registers per thread of an SM's only CTA, whose producers take those of 4 warps.
                 dict(num_warps=4, maxnreg=512 // (consumers + 1) // 8 * 8),
                 (box, box),
                 args=PrefillSm90Args,
                 unwritten=prefill_unwritten,
-            ), combine
+            )
 
-        self.prefill_launches = prefill_launches
+        self.prefill_launch = prefill_launch
 
     def prefill_parts(self, programs: int) -> int:
         """Return the parts into which the keys are cut, a power of two, so that no SM is idle."""
@@ -514,15 +517,15 @@ class _LaunchConfig:
             capacity=capacity,
         )
         bisections = n.bit_length()
-        prefill_numbers = numbers | dict(bisections=bisections)
         prefill_programs = (total // self.queries + n) * shape.kv_heads if self.has_prefill else 0
         # Not all rows end with a tile that has one query.
         used = (-(-total // self.queries) + n - 1) * shape.kv_heads if self.has_prefill else 0
         prefill_parts = self.prefill_parts(used if self.sm90_tile else prefill_programs)
+        prefill_numbers = numbers | dict(bisections=bisections, parts=prefill_parts)
         prefill_size = 0
         if prefill_parts > 1:
             prefill_size = prefill_programs * prefill_parts * self.block_m * (dim_v + 4)
-        prefill_launch, combine_prefill_launch = self.prefill_launches(prefill_parts)
+        prefill_launch = self.prefill_launch(prefill_parts)
         # Arrays that a call does not have get any pointer, which the kernels do not read.
         offsets = dict(
             PAGE_OFFSETS=q_offsets if page_offsets is None else page_offsets.contiguous(),
@@ -533,20 +536,21 @@ class _LaunchConfig:
             absent["SLOPES"] = q_offsets
         if not shape.is_scaled:
             absent.update(K_SCALE=q_offsets, V_SCALE=q_offsets)
+        prefill_args: Any = PrefillArgs if self.sm90_tile is None else PrefillSm90Args
+        names = (*prefill_args.strides, *prefill_args.numbers)
         if self.sm90_tile is None:
             caches = "K", "V"
             prefill = bind_launch(
                 prefill_launch,
                 prefill_programs * prefill_parts,
                 PrefillArgs,
-                **prefill_numbers,
+                **{name: prefill_numbers[name] for name in names},
                 **offsets,
                 **absent,
             )
         else:
             caches = "k_desc", "v_desc"
             *_, scale, softcap = to_base2(AttentionSpec(*spec[:4]))
-            names = (*PrefillSm90Args.strides, *PrefillSm90Args.numbers)
             sm90_numbers = prefill_numbers | dict(
                 k_page_stride=stride_kp // stride_kt,
                 v_page_stride=stride_vp // stride_vt,
@@ -563,7 +567,7 @@ class _LaunchConfig:
                 **offsets,
             )
         combine_prefill = bind_launch(
-            combine_prefill_launch,
+            self.combine_prefill,
             prefill_programs * (self.block_m // _COMBINED_ROWS),
             CombinePrefillArgs,
             **{name: prefill_numbers[name] for name in CombinePrefillArgs.numbers},
@@ -603,7 +607,7 @@ class _LaunchConfig:
             if k_scale is not None and v_scale is not None:
                 present = {**present, "K_SCALE": k_scale, "V_SCALE": v_scale}
             if prefill_programs:
-                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else q
+                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else partial
                 prefill(
                     Q=q,
                     PAGES=pages,

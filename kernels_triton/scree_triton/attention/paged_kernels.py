@@ -33,6 +33,7 @@ USES_PTX = tl.constexpr(not INTERPRETED)
 UNSPECIALIZED = (
     "n",
     "bisections",
+    "parts",
     "window_left",
     "window_right",
     "scale",
@@ -939,9 +940,9 @@ def attended_keys(
 
 
 @triton.jit
-def part_size(begin, end, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr):
+def part_size(begin, end, parts, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr):
     """Return the keys of each part of a tile; the last parts may have fewer, or none."""
-    size = tl.cdiv(tl.maximum(end - begin, 0), PARTS)
+    size = tl.cdiv(tl.maximum(end - begin, 0), parts)
     return tl.cdiv(tl.maximum(size, MIN_PART), BLOCK_N) * BLOCK_N
 
 
@@ -1038,7 +1039,7 @@ def prefill_kernel(
     )
     is_cut = False
     if PARTS > 1:
-        size = part_size(begin, end, BLOCK_N, PARTS, MIN_PART)
+        size = part_size(begin, end, PARTS, BLOCK_N, MIN_PART)
         is_cut = end - begin > size
         begin += part * size
         if (begin >= end) & (part > 0):
@@ -1147,6 +1148,7 @@ def combine_prefill_kernel(
     PARTIAL,
     n,
     bisections,
+    parts,
     window_left,
     window_right,
     capacity,
@@ -1162,7 +1164,6 @@ def combine_prefill_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
-    PARTS: tl.constexpr,
     MIN_PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -1183,7 +1184,7 @@ def combine_prefill_kernel(
         kv_length, kv_length - q_length + query, queries, window_left, window_right, BLOCK_N,
         HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
-    size = part_size(begin, end, BLOCK_N, PARTS, MIN_PART)
+    size = part_size(begin, end, parts, BLOCK_N, MIN_PART)
     if end - begin <= size:
         return
     offs_d = tl.arange(0, BLOCK_DV)
@@ -1193,7 +1194,7 @@ def combine_prefill_kernel(
     top = tl.full([TILE], INITIAL_MAX, tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     for part in range(tl.cdiv(end - begin, size)):
-        index = ((number.to(tl.int64) * KV_HEADS + head) * PARTS + part) * BLOCK_M + offs_m
+        index = ((number.to(tl.int64) * KV_HEADS + head) * parts + part) * BLOCK_M + offs_m
         partial = PARTIAL + index * (HEAD_DIM_V + 4)
         lse = tl.load(partial + HEAD_DIM_V, mask=is_row, other=-float("inf"))
         result = tl.load(partial[:, None] + offs_d[None, :], mask=mask, other=0.0)

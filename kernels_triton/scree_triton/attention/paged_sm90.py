@@ -323,6 +323,7 @@ def paged_prefill_sm90_kernel(
     v_page_stride,
     n,
     bisections,
+    parts,
     window_left,
     window_right,
     scale,
@@ -343,22 +344,21 @@ def paged_prefill_sm90_kernel(
     HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
     WRITE_LSE: gl.constexpr,
-    PARTS: gl.constexpr,
     MIN_PART: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
     """Compute what `paged_kernels.prefill_kernel` computes.
 
-    The strides of a page are in tokens: page p begins at token ``p * k_page_stride`` of the
-    descriptor. `scale` and `softcap` are as in `scores_sm90`.
+    Up to `parts` CTAs share the keys of a tile. The strides of a page are in tokens: page p begins
+    at token ``p * k_page_stride`` of the descriptor. `scale` and `softcap` are as in `scores_sm90`.
     """
     QUERIES: gl.constexpr = BLOCK_M // GROUP
-    part = gl.program_id(0) % PARTS
-    head = gl.program_id(0) // PARTS % KV_HEADS
-    number = gl.program_id(0) // (PARTS * KV_HEADS)
+    part = gl.program_id(0) % parts
+    head = gl.program_id(0) // parts % KV_HEADS
+    number = gl.program_id(0) // (parts * KV_HEADS)
     if HAS_RIGHT:  # the last queries of a row have the most keys
-        number = gl.num_programs(0) // (PARTS * KV_HEADS) - 1 - number
+        number = gl.num_programs(0) // (parts * KV_HEADS) - 1 - number
     row, q_start, q_length, query = find_tile(
         Q_OFFSETS, n, number, bisections, GROUP, DECODE_ROWS, BLOCK_M
     )
@@ -370,21 +370,18 @@ def paged_prefill_sm90_kernel(
     begin, _, _, end = attended_keys(
         kv_length, aligned, queries, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    is_active = q_length > 0
-    is_cut = q_length < 0
-    if PARTS > 1:
-        size = part_size(begin, end, BLOCK_N, PARTS, MIN_PART)
-        is_cut = end - begin > size
-        begin += part * size
-        is_active = is_active & ((begin < end) | (part == 0))
-        end = gl.minimum(end, begin + size)
+    size = part_size(begin, end, parts, BLOCK_N, MIN_PART)
+    is_cut = end - begin > size
+    begin += part * size
+    is_active = (q_length > 0) & ((begin < end) | (part == 0))
+    end = gl.minimum(end, begin + size)
     begin_block = begin // BLOCK_N
     # A tile without keys has one block, so that its output is written.
     end_block = gl.maximum(gl.cdiv(end, BLOCK_N), begin_block + 1)
     end_block = gl.where(is_active, end_block, begin_block)
     q_start += query
     pages = PAGES + table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
-    index = ((number.to(gl.int64) * KV_HEADS + head) * PARTS + part) * BLOCK_M
+    index = ((number.to(gl.int64) * KV_HEADS + head) * parts + part) * BLOCK_M
     BOX: gl.constexpr = k_desc.block_shape[2]
     BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX)
     q_smem = gl.allocate_shared_memory(
