@@ -655,18 +655,30 @@ class _LaunchConfig:
 _launch_config = cache(_LaunchConfig)
 
 
+def _sm90_rejection(shape: _Shape, spec: Spec) -> str | None:
+    """Return why `paged_prefill_sm90_kernel` does not take a call on Hopper; None if it does."""
+    prefix = "the faster kernel of prefill on Hopper takes"
+    q_dtype, k_dtype, v_dtype = shape.dtypes[:3]
+    if not (q_dtype == k_dtype == v_dtype and q_dtype.itemsize == 2):
+        return f"{prefix} q and caches in one type, float16 or bfloat16"
+    dims = shape.head_dim, shape.head_dim_v
+    if not set(dims) <= {64, 128}:
+        return f"{prefix} head_dim 64 or 128, not {dims[0]} (q, k) and {dims[1]} (v)"
+    if shape.has_slopes or shape.is_scaled:
+        return f"{prefix} no ALiBi slopes, and scales of the cache as numbers, not per head"
+    if spec.scale <= 0:
+        return f"{prefix} a positive scale, not {spec.scale}"
+    if not shape.is_tma_addressable:
+        return (
+            f"{prefix} pages of 8, 16, 32 or another power of two of tokens, in caches whose address "
+            f"and strides are multiples of 16 bytes"
+        )
+    return None
+
+
 def _sm90_tile(shape: _Shape, spec: Spec) -> _Sm90Tile | None:
     """Return the tile of `paged_prefill_sm90_kernel`, or None for calls that it does not take."""
-    q_dtype, k_dtype, v_dtype = shape.dtypes[:3]
-    if (
-        not (shape.is_tma_addressable and device_info(shape.device).supports_sm90_gluon)
-        or not q_dtype == k_dtype == v_dtype
-        or q_dtype.itemsize != 2
-        or shape.has_slopes
-        or shape.is_scaled
-        or spec.scale <= 0
-        or spec.split_size
-    ):
+    if not device_info(shape.device).supports_sm90_gluon or _sm90_rejection(shape, spec):
         return None
     return _SM90_PREFILL_TILES.get((shape.head_dim, shape.head_dim_v))
 
@@ -776,7 +788,23 @@ def rejects(call: Any) -> str | None:
 
 def note(call: Any) -> str | None:
     """Return why another implementation replaces a kernel; None if none does."""
-    return fallback_note(__name__, call.q.values.dtype)
+    q, table = call.q, call.page_table
+    reason, device = fallback_note(__name__, q.values.dtype), device_info(q.values.device)
+    if reason or not (device.is_hopper and _SM90_PREFILL_TILES):
+        return reason
+    has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
+    config = _select(
+        *(q.values, call.k_pages, call.v_pages),
+        (table.values, table.offsets, call.kv_lengths, q.offsets),
+        call.alibi_slopes is not None,
+        has_scales,
+        q.layout.max_length_bound,
+        q.batch_size,
+        _spec_of(call),
+    )
+    if not config.has_prefill:
+        return None
+    return device.note or _sm90_rejection(config.shape, config.spec)
 
 
 def paged_attention(call: Any) -> Any:
