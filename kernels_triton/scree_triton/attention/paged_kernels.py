@@ -34,6 +34,7 @@ UNSPECIALIZED = (
     "n",
     "bisections",
     "parts",
+    "tiles",
     "window_left",
     "window_right",
     "scale",
