@@ -463,6 +463,9 @@ class _LaunchConfig:
         if self.spec.split_size or not programs:
             return 1
         if self.sm90_tile is not None:
+            if programs >= 2 * self.sm_count:
+                return 1
+
             # An SM runs one CTA. The fewest parts of those that keep most SMs at work.
             def rounds(parts: int) -> float:
                 return -(-programs * parts // self.sm_count) / parts * (1 + parts / 64)
