@@ -95,7 +95,6 @@ class _Sm90Tile(NamedTuple):
 
 #: By head_dim of keys and values, the tile of `paged_prefill_sm90_kernel`.
 _SM90_PREFILL_TILES: dict[tuple[int, int], _Sm90Tile] = {}
-_CTAS = 0
 #: Columns of its descriptors.
 _SM90_COLUMNS = 64
 #: Tokens of an array that TMA coordinates reach, see `descriptors.Ragged`.
@@ -225,7 +224,6 @@ class PrefillSm90Args:
     n: Number
     bisections: Number
     parts: Number
-    tiles: Number
     window_left: Number
     window_right: Number
     scale: Number
@@ -559,13 +557,12 @@ class _LaunchConfig:
             sm90_numbers = prefill_numbers | dict(
                 k_page_stride=stride_kp // stride_kt,
                 v_page_stride=stride_vp // stride_vt,
-                tiles=prefill_programs * prefill_parts,
                 scale=scale,
                 softcap=softcap,
             )
             prefill = bind_launch(
                 prefill_launch,
-                min(prefill_programs * prefill_parts, _CTAS or self.sm_count),
+                prefill_programs * prefill_parts,
                 PrefillSm90Args,
                 k_desc=_page_descriptor(k),
                 v_desc=_page_descriptor(v),

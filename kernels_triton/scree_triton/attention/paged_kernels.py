@@ -34,7 +34,6 @@ UNSPECIALIZED = (
     "n",
     "bisections",
     "parts",
-    "tiles",
     "window_left",
     "window_right",
     "scale",

@@ -63,74 +63,6 @@ def _as_blocks(ring, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.cons
 
 
 @gluon.jit
-def _tile(
-    number,
-    schedule,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    DECODE_ROWS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    IS_RAGGED: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    MIN_PART: gl.constexpr,
-):
-    """Return a tile of this CTA.
-
-    Returns the first query and its position, the rows, the head, the place of partial results, or
-    -1 if the keys are not cut, the row's place in the page table, the range of blocks, which is empty
-    if there is no tile, and the last key's successor.
-    """
-    PAGE_OFFSETS, KV_LENGTHS, Q_OFFSETS, n, bisections, parts, tiles = schedule[:7]
-    window_left, window_right, table_width, capacity = schedule[7:]
-    QUERIES: gl.constexpr = BLOCK_M // GROUP
-    ctas = gl.num_programs(0)
-    # Every other round goes backwards: a CTA with a long tile has a short one next.
-    place = gl.where(number % 2 == 0, gl.program_id(0), ctas - 1 - gl.program_id(0))
-    tile = number * ctas + place
-    part = tile % parts
-    head = tile // parts % KV_HEADS
-    number = tile // (parts * KV_HEADS)
-    if HAS_RIGHT:  # the last queries of a row have the most keys
-        number = tiles // (parts * KV_HEADS) - 1 - number
-    row, q_start, q_length, query = find_tile(
-        Q_OFFSETS, n, number, bisections, GROUP, DECODE_ROWS, BLOCK_M
-    )
-    kv_length = clamped_kv_length(
-        KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
-    )
-    queries = gl.minimum(q_length - query, QUERIES)
-    aligned = kv_length - q_length + query  # the key that is aligned with the first query
-    begin, _, _, end = attended_keys(
-        kv_length, aligned, queries, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
-    size = part_size(begin, end, parts, BLOCK_N, MIN_PART)
-    index = ((number.to(gl.int64) * KV_HEADS + head) * parts + part) * BLOCK_M
-    index = gl.where(end - begin > size, index, -1)
-    begin += part * size
-    is_tile = (tile < tiles) & (q_length > 0) & ((begin < end) | (part == 0))
-    end = gl.minimum(end, begin + size)
-    begin_block = begin // BLOCK_N
-    # A tile without keys has one block, so that its output is written.
-    end_block = gl.maximum(gl.cdiv(end, BLOCK_N), begin_block + 1)
-    end_block = gl.where(is_tile, end_block, begin_block)
-    entry = table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
-    return (
-        q_start + query,
-        aligned,
-        queries * GROUP,
-        head,
-        index,
-        entry,
-        begin_block,
-        end_block,
-        end,
-    )
-
-
-@gluon.jit
 def _page_numbers(PAGES, start, end, COUNT: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Return the pages of a block of keys that begins at `start`; 0 for tokens out of [0, end)."""
     numbers = ()
@@ -144,49 +76,36 @@ def _page_numbers(PAGES, start, end, COUNT: gl.constexpr, PAGE_SIZE: gl.constexp
 @gluon.jit
 def _page_producer(
     args,
-    schedule,
+    tile,
     LAG: gl.constexpr,
     WIDTH: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    DECODE_ROWS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    IS_RAGGED: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    MIN_PART: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Load the blocks of keys or values of each tile, the last block first.
+    """Load the blocks of keys or values of a tile, the last block first.
 
     Step i of the consumers takes the keys of one block and the values of the block before. So values
     come LAG = 1 step later. Each producer arrives once per step, also without a block.
     """
-    desc, ring, full, empty, PAGES, page_stride, stride_h = args
+    desc, ring, full, empty, PAGES, page_stride, column = args
+    _, _, _, begin_block, end_block, end, _ = tile
     BOX: gl.constexpr = ring.shape[3]
     COUNT: gl.constexpr = BLOCK_N // BOX
     COLUMNS: gl.constexpr = ring.shape[4]
     PANELS: gl.constexpr = WIDTH // COLUMNS
     BYTES: gl.constexpr = BLOCK_N * WIDTH * ring.dtype.primitive_bitwidth // 8
-    step = 0
-    if LAG:
-        mbarrier.wait(empty.index(0), 1)
-        mbarrier.arrive(full.index(0), count=1)
-        step += 1
-    for number in range(gl.cdiv(schedule[6], gl.num_programs(0))):
-        _, _, _, head, _, entry, begin_block, end_block, end = _tile(
-            number, schedule, KV_HEADS, GROUP, DECODE_ROWS, BLOCK_M, BLOCK_N, PAGE_SIZE, IS_RAGGED,
-            HAS_LEFT, HAS_RIGHT, MIN_PART,
-        )  # fmt: skip
-        pages = PAGES + entry
-        column = head * stride_h
-        numbers = _page_numbers(pages, (end_block - 1) * BLOCK_N, end, COUNT, PAGE_SIZE)
-        for n_block in range(end_block - 1, begin_block - 1, -1):
-            start = n_block * BLOCK_N
+    blocks = end_block - begin_block
+    if blocks > 0:
+        if LAG:
+            mbarrier.wait(empty.index(0), 1)
+            mbarrier.arrive(full.index(0), count=1)
+        numbers = _page_numbers(PAGES, (end_block - 1) * BLOCK_N, end, COUNT, PAGE_SIZE)
+        for i in range(blocks):
+            start = (end_block - 1 - i) * BLOCK_N
             # One block ahead, so that no copy waits for its page number.
-            next_numbers = _page_numbers(pages, start - BLOCK_N, end, COUNT, PAGE_SIZE)
+            next_numbers = _page_numbers(PAGES, start - BLOCK_N, end, COUNT, PAGE_SIZE)
+            step = i + LAG
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
@@ -201,10 +120,9 @@ def _page_producer(
                     )
                     tma_load(desc, coordinates, full.index(stage), box)
             numbers = next_numbers
-            step += 1
-    if not LAG:
-        mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
-        mbarrier.arrive(full.index(step % STAGES), count=1)
+        if not LAG:
+            mbarrier.wait(empty.index(blocks % STAGES), ((blocks // STAGES) & 1) ^ 1)
+            mbarrier.arrive(full.index(blocks % STAGES), count=1)
 
 
 @gluon.jit
@@ -212,191 +130,177 @@ def _consumer(
     wg: gl.constexpr,
     smem,
     arrays,
+    tile,
     numbers,
-    schedule,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    DECODE_ROWS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    IS_RAGGED: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
     WRITE_LSE: gl.constexpr,
-    MIN_PART: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """Compute 64 rows of each tile: query ``row // GROUP``, head ``row % GROUP`` of the key head."""
+    """Compute 64 rows of a tile: query ``row // GROUP``, head ``row % GROUP`` of the key head."""
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
     LAYOUT_Q: gl.constexpr = columns_layout(HEAD_DIM)
     q_smem, k_ring, v_ring, kv_full, kv_empty = smem
     Q, OUT, LSE, PARTIAL = arrays
+    head, num_rows, aligned, begin_block, end_block, end, is_cut = tile
     stride_qt, stride_qh, window_left, window_right, scale, softcap, value_scale = numbers
-    k_smem = _as_blocks(k_ring, STAGES, BLOCK_N, HEAD_DIM)
-    v_smem = _as_blocks(v_ring, STAGES, BLOCK_N, HEAD_DIM_V)
-    step = 0
-    if wg == CONSUMERS - 1:  # the first warp group starts
-        ping_pong_arrive(wg, step, CONSUMERS)
-    for number in range(gl.cdiv(schedule[6], gl.num_programs(0))):
-        q_start, aligned, num_rows, head, index, _entry, begin_block, end_block, end = _tile(
-            number, schedule, KV_HEADS, GROUP, DECODE_ROWS, BLOCK_M, BLOCK_N, PAGE_SIZE, IS_RAGGED,
-            HAS_LEFT, HAS_RIGHT, MIN_PART,
-        )  # fmt: skip
-        if end_block > begin_block:
-            row = wg * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT_Q))
-            column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT_Q))
-            offset = (row // GROUP).to(gl.int64) * stride_qt
-            offset += (head * GROUP + row % GROUP).to(gl.int64) * stride_qh
-            values = gl.load(
-                Q + q_start * stride_qt + offset[:, None] + column[None, :],
-                mask=(row < num_rows)[:, None],
-                other=0.0,
-            )
-            as_wide_matrix(q_smem, wg, HEAD_DIM).store(values)
-            fence_async_shared()
-            q = operand_parts(q_smem, wg, 1, HEAD_DIM)
-            offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
-            offs_m = wg * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT_S))
-            diagonal = aligned + offs_m // GROUP
-            last_key, full_blocks = get_key_limits(
-                aligned + wg * 64 // GROUP,
-                diagonal,
-                end,
-                window_right,
-                end_block - 1,
-                BLOCK_N,
-                HAS_RIGHT,
-                HAS_LEFT,
-            )
-            full_blocks = gl.maximum(full_blocks, begin_block)
-            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
-            ping_pong_wait(wg, step, CONSUMERS)
-            scores = start_mma_transposed(q, k_smem, step % STAGES, 1, LAYOUT_S)
+    if end_block > begin_block:
+        k_smem = _as_blocks(k_ring, STAGES, BLOCK_N, HEAD_DIM)
+        v_smem = _as_blocks(v_ring, STAGES, BLOCK_N, HEAD_DIM_V)
+        row = wg * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT_Q))
+        column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT_Q))
+        offset = (row // GROUP).to(gl.int64) * stride_qt
+        offset += (head * GROUP + row % GROUP).to(gl.int64) * stride_qh
+        values = gl.load(
+            Q + offset[:, None] + column[None, :], mask=(row < num_rows)[:, None], other=0.0
+        )
+        as_wide_matrix(q_smem, wg, HEAD_DIM).store(values)
+        fence_async_shared()
+        q = operand_parts(q_smem, wg, 1, HEAD_DIM)
+        offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
+        offs_m = wg * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT_S))
+        diagonal = aligned + offs_m // GROUP
+        last_key, full_blocks = get_key_limits(
+            aligned + wg * 64 // GROUP,
+            diagonal,
+            end,
+            window_right,
+            end_block - 1,
+            BLOCK_N,
+            HAS_RIGHT,
+            HAS_LEFT,
+        )
+        full_blocks = gl.maximum(full_blocks, begin_block)
+        step = 0
+        if wg == CONSUMERS - 1:  # the first warp group starts
             ping_pong_arrive(wg, step, CONSUMERS)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
-            scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
-            first = (end_block - 1) * BLOCK_N
-            scores = mask_scores(
-                scores, last_key - first, diagonal - first, window_left, offs_n, HAS_LEFT
+        mbarrier.wait(kv_full.index(0), 0)
+        ping_pong_wait(wg, step, CONSUMERS)
+        scores = start_mma_transposed(q, k_smem, 0, 1, LAYOUT_S)
+        ping_pong_arrive(wg, step, CONSUMERS)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(kv_empty.index(0), count=1)
+        scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+        first = (end_block - 1) * BLOCK_N
+        scores = mask_scores(
+            scores, last_key - first, diagonal - first, window_left, offs_n, HAS_LEFT
+        )
+        row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
+        p = gl.exp2(scores * factor - row_max[:, None])
+        row_sum = partial_row_sums(p)
+        acc = zero_accumulators(64, HEAD_DIM_V, 1, HEAD_DIM_V)
+        step += 1
+        if HAS_LEFT or HAS_RIGHT:
+            # Blocks before `window_end` begin before the first key of some query.
+            window_end = begin_block
+            stop = full_blocks
+            if HAS_LEFT:
+                last = aligned + (wg * 64 + 63) // GROUP
+                window_end = gl.cdiv(gl.maximum(last - window_left, 0), BLOCK_N)
+                stop = begin_block
+            for n_block in range(end_block - 2, stop - 1, -1):
+                acc, p, row_max, row_sum = forward_step(
+                    wg,
+                    q,
+                    k_smem,
+                    v_smem,
+                    kv_full,
+                    kv_empty,
+                    acc,
+                    p,
+                    row_max,
+                    row_sum,
+                    step,
+                    last_key - n_block * BLOCK_N,
+                    diagonal - n_block * BLOCK_N,
+                    window_left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    0.0,
+                    (n_block >= full_blocks) | (n_block < window_end) if HAS_LEFT else True,
+                    HAS_LEFT,
+                    SOFTCAP,
+                    False,
+                    1,
+                    1,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                    CONSUMERS,
+                )
+                step += 1
+        if not HAS_LEFT:
+            for _ in range(gl.minimum(full_blocks, end_block - 1) - begin_block):
+                acc, p, row_max, row_sum = forward_step(
+                    wg,
+                    q,
+                    k_smem,
+                    v_smem,
+                    kv_full,
+                    kv_empty,
+                    acc,
+                    p,
+                    row_max,
+                    row_sum,
+                    step,
+                    last_key,
+                    diagonal,
+                    window_left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    0.0,
+                    False,
+                    False,
+                    SOFTCAP,
+                    False,
+                    1,
+                    1,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                    CONSUMERS,
+                )
+                step += 1
+        p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+        acc = start_mma(p_operand, v_smem, step % STAGES, acc, 1)
+        total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
+        is_empty = total == 0.0  # not for a NaN, which the output must have too
+        lse = gl.where(is_empty, -float("inf"), row_max + gl.log2(total))
+        acc = wait_mma(0, acc, p_operand)
+        result = scale_rows(acc[0], gl.where(is_empty, 0.0, value_scale / total))
+        out_row = wg * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT_O))
+        out_column = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, LAYOUT_O))
+        mask = (out_row < num_rows)[:, None]
+        if is_cut:
+            gl.store(
+                PARTIAL + out_row[:, None] * (HEAD_DIM_V + 4) + out_column[None, :],
+                result,
+                mask=mask,
             )
-            row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
-            p = gl.exp2(scores * factor - row_max[:, None])
-            row_sum = partial_row_sums(p)
-            acc = zero_accumulators(64, HEAD_DIM_V, 1, HEAD_DIM_V)
-            step += 1
-            if HAS_LEFT or HAS_RIGHT:
-                # Blocks before `window_end` begin before the first key of some query.
-                window_end = begin_block
-                stop = full_blocks
-                if HAS_LEFT:
-                    last = aligned + (wg * 64 + 63) // GROUP
-                    window_end = gl.cdiv(gl.maximum(last - window_left, 0), BLOCK_N)
-                    stop = begin_block
-                for n_block in range(end_block - 2, stop - 1, -1):
-                    acc, p, row_max, row_sum = forward_step(
-                        wg,
-                        q,
-                        k_smem,
-                        v_smem,
-                        kv_full,
-                        kv_empty,
-                        acc,
-                        p,
-                        row_max,
-                        row_sum,
-                        step,
-                        last_key - n_block * BLOCK_N,
-                        diagonal - n_block * BLOCK_N,
-                        window_left,
-                        offs_n,
-                        scale,
-                        softcap,
-                        0.0,
-                        (n_block >= full_blocks) | (n_block < window_end) if HAS_LEFT else True,
-                        HAS_LEFT,
-                        SOFTCAP,
-                        False,
-                        1,
-                        1,
-                        STAGES,
-                        LAYOUT_S,
-                        LAYOUT_O,
-                        CONSUMERS,
-                    )
-                    step += 1
-            if not HAS_LEFT:
-                for _ in range(gl.minimum(full_blocks, end_block - 1) - begin_block):
-                    acc, p, row_max, row_sum = forward_step(
-                        wg,
-                        q,
-                        k_smem,
-                        v_smem,
-                        kv_full,
-                        kv_empty,
-                        acc,
-                        p,
-                        row_max,
-                        row_sum,
-                        step,
-                        last_key,
-                        diagonal,
-                        window_left,
-                        offs_n,
-                        scale,
-                        softcap,
-                        0.0,
-                        False,
-                        False,
-                        SOFTCAP,
-                        False,
-                        1,
-                        1,
-                        STAGES,
-                        LAYOUT_S,
-                        LAYOUT_O,
-                        CONSUMERS,
-                    )
-                    step += 1
-            p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
-            acc = start_mma(p_operand, v_smem, step % STAGES, acc, 1)
-            total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
-            is_empty = total == 0.0  # not for a NaN, which the output must have too
-            lse = gl.where(is_empty, -float("inf"), row_max + gl.log2(total))
-            acc = wait_mma(0, acc, p_operand)
-            result = scale_rows(acc[0], gl.where(is_empty, 0.0, value_scale / total))
-            out_row = wg * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT_O))
-            out_column = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, LAYOUT_O))
-            mask = (out_row < num_rows)[:, None]
-            if index >= 0:
-                partial = PARTIAL + index * (HEAD_DIM_V + 4)
-                gl.store(
-                    partial + out_row[:, None] * (HEAD_DIM_V + 4) + out_column[None, :],
-                    result,
-                    mask=mask,
-                )
-                gl.store(
-                    partial + offs_m * (HEAD_DIM_V + 4) + HEAD_DIM_V, lse, mask=offs_m < num_rows
-                )
-            else:
-                out_index = (q_start + out_row // GROUP) * (KV_HEADS * GROUP)
-                out_index += head * GROUP + out_row % GROUP
-                gl.store(
-                    OUT + out_index[:, None] * HEAD_DIM_V + out_column[None, :],
-                    result.to(OUT.dtype.element_ty),
-                    mask=mask,
-                )
-                if WRITE_LSE:
-                    lse_index = (q_start + offs_m // GROUP) * (KV_HEADS * GROUP)
-                    lse_index += head * GROUP + offs_m % GROUP
-                    gl.store(LSE + lse_index, lse * LN2, mask=offs_m < num_rows)
+            gl.store(PARTIAL + offs_m * (HEAD_DIM_V + 4) + HEAD_DIM_V, lse, mask=offs_m < num_rows)
+        else:
+            index = (out_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP)
+            index += head * GROUP + out_row % GROUP
+            gl.store(
+                OUT + index[:, None] * HEAD_DIM_V + out_column[None, :],
+                result.to(OUT.dtype.element_ty),
+                mask=mask,
+            )
+            if WRITE_LSE:
+                index = (offs_m // GROUP).to(gl.int64) * (KV_HEADS * GROUP)
+                index += head * GROUP + offs_m % GROUP
+                gl.store(LSE + index, lse * LN2, mask=offs_m < num_rows)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -420,7 +324,6 @@ def paged_prefill_sm90_kernel(
     n,
     bisections,
     parts,
-    tiles,
     window_left,
     window_right,
     scale,
@@ -450,6 +353,35 @@ def paged_prefill_sm90_kernel(
     Up to `parts` CTAs share the keys of a tile. The strides of a page are in tokens: page p begins
     at token ``p * k_page_stride`` of the descriptor. `scale` and `softcap` are as in `scores_sm90`.
     """
+    QUERIES: gl.constexpr = BLOCK_M // GROUP
+    part = gl.program_id(0) % parts
+    head = gl.program_id(0) // parts % KV_HEADS
+    number = gl.program_id(0) // (parts * KV_HEADS)
+    if HAS_RIGHT:  # the last queries of a row have the most keys
+        number = gl.num_programs(0) // (parts * KV_HEADS) - 1 - number
+    row, q_start, q_length, query = find_tile(
+        Q_OFFSETS, n, number, bisections, GROUP, DECODE_ROWS, BLOCK_M
+    )
+    kv_length = clamped_kv_length(
+        KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
+    )
+    queries = gl.minimum(q_length - query, QUERIES)
+    aligned = kv_length - q_length + query  # the key that is aligned with the first query
+    begin, _, _, end = attended_keys(
+        kv_length, aligned, queries, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    size = part_size(begin, end, parts, BLOCK_N, MIN_PART)
+    is_cut = end - begin > size
+    begin += part * size
+    is_active = (q_length > 0) & ((begin < end) | (part == 0))
+    end = gl.minimum(end, begin + size)
+    begin_block = begin // BLOCK_N
+    # A tile without keys has one block, so that its output is written.
+    end_block = gl.maximum(gl.cdiv(end, BLOCK_N), begin_block + 1)
+    end_block = gl.where(is_active, end_block, begin_block)
+    q_start += query
+    pages = PAGES + table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
+    index = ((number.to(gl.int64) * KV_HEADS + head) * parts + part) * BLOCK_M
     BOX: gl.constexpr = k_desc.block_shape[2]
     BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX)
     q_smem = gl.allocate_shared_memory(
@@ -460,23 +392,16 @@ def paged_prefill_sm90_kernel(
     kv_full = allocate_barriers(STAGES, 2)
     kv_empty = allocate_barriers(STAGES, CONSUMERS)
     smem = q_smem, k_ring, v_ring, kv_full, kv_empty
-    arrays = Q, OUT, LSE, PARTIAL
-    numbers = stride_qt, stride_qh, window_left, window_right, scale, softcap, value_scale
-    schedule = (
-        PAGE_OFFSETS,
-        KV_LENGTHS,
-        Q_OFFSETS,
-        n,
-        bisections,
-        parts,
-        tiles,
-        window_left,
-        window_right,
-        table_width,
-        capacity,
+    arrays = (
+        Q + q_start * stride_qt,
+        OUT + q_start * (KV_HEADS * GROUP * HEAD_DIM_V),
+        LSE + q_start * (KV_HEADS * GROUP),
+        PARTIAL + index * (HEAD_DIM_V + 4),
     )
-    k_args = k_desc, k_ring, kv_full, kv_empty, PAGES, k_page_stride, stride_kh
-    v_args = v_desc, v_ring, kv_full, kv_empty, PAGES, v_page_stride, stride_vh
+    tile = head, queries * GROUP, aligned, begin_block, end_block, end, is_cut
+    numbers = stride_qt, stride_qh, window_left, window_right, scale, softcap, value_scale
+    k_args = k_desc, k_ring, kv_full, kv_empty, pages, k_page_stride, head * stride_kh
+    v_args = v_desc, v_ring, kv_full, kv_empty, pages, v_page_stride, head * stride_vh
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -486,22 +411,17 @@ def paged_prefill_sm90_kernel(
                         0,
                         smem,
                         arrays,
+                        tile,
                         numbers,
-                        schedule,
                         KV_HEADS,
                         GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
                         HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
                         HAS_LEFT,
                         HAS_RIGHT,
                         SOFTCAP,
                         WRITE_LSE,
-                        MIN_PART,
                         STAGES,
                         CONSUMERS,
                     ),
@@ -512,66 +432,23 @@ def paged_prefill_sm90_kernel(
                         1,
                         smem,
                         arrays,
+                        tile,
                         numbers,
-                        schedule,
                         KV_HEADS,
                         GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
                         HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
                         HAS_LEFT,
                         HAS_RIGHT,
                         SOFTCAP,
                         WRITE_LSE,
-                        MIN_PART,
                         STAGES,
                         CONSUMERS,
                     ),
                 ),
-                (
-                    _page_producer,
-                    (
-                        k_args,
-                        schedule,
-                        0,
-                        HEAD_DIM,
-                        KV_HEADS,
-                        GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        MIN_PART,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _page_producer,
-                    (
-                        v_args,
-                        schedule,
-                        1,
-                        HEAD_DIM_V,
-                        KV_HEADS,
-                        GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        MIN_PART,
-                        STAGES,
-                    ),
-                ),
+                (_page_producer, (k_args, tile, 0, HEAD_DIM, BLOCK_N, PAGE_SIZE, STAGES)),
+                (_page_producer, (v_args, tile, 1, HEAD_DIM_V, BLOCK_N, PAGE_SIZE, STAGES)),
             ],
             [4, 1, 1],
             [232, 40, 40],
@@ -585,22 +462,17 @@ def paged_prefill_sm90_kernel(
                         0,
                         smem,
                         arrays,
+                        tile,
                         numbers,
-                        schedule,
                         KV_HEADS,
                         GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
                         HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
                         HAS_LEFT,
                         HAS_RIGHT,
                         SOFTCAP,
                         WRITE_LSE,
-                        MIN_PART,
                         STAGES,
                         CONSUMERS,
                     ),
@@ -611,22 +483,17 @@ def paged_prefill_sm90_kernel(
                         1,
                         smem,
                         arrays,
+                        tile,
                         numbers,
-                        schedule,
                         KV_HEADS,
                         GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
                         HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
                         HAS_LEFT,
                         HAS_RIGHT,
                         SOFTCAP,
                         WRITE_LSE,
-                        MIN_PART,
                         STAGES,
                         CONSUMERS,
                     ),
@@ -637,66 +504,23 @@ def paged_prefill_sm90_kernel(
                         2,
                         smem,
                         arrays,
+                        tile,
                         numbers,
-                        schedule,
                         KV_HEADS,
                         GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
                         HEAD_DIM,
                         HEAD_DIM_V,
                         BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
                         HAS_LEFT,
                         HAS_RIGHT,
                         SOFTCAP,
                         WRITE_LSE,
-                        MIN_PART,
                         STAGES,
                         CONSUMERS,
                     ),
                 ),
-                (
-                    _page_producer,
-                    (
-                        k_args,
-                        schedule,
-                        0,
-                        HEAD_DIM,
-                        KV_HEADS,
-                        GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        MIN_PART,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _page_producer,
-                    (
-                        v_args,
-                        schedule,
-                        1,
-                        HEAD_DIM_V,
-                        KV_HEADS,
-                        GROUP,
-                        DECODE_ROWS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        PAGE_SIZE,
-                        IS_RAGGED,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        MIN_PART,
-                        STAGES,
-                    ),
-                ),
+                (_page_producer, (k_args, tile, 0, HEAD_DIM, BLOCK_N, PAGE_SIZE, STAGES)),
+                (_page_producer, (v_args, tile, 1, HEAD_DIM_V, BLOCK_N, PAGE_SIZE, STAGES)),
             ],
             [4, 4, 1, 1],
             [160, 160, 24, 24],
