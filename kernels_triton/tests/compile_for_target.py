@@ -119,7 +119,7 @@ def main() -> None:
     import scree
     import scree_triton
     from scree.dispatch import registry
-    from scree_triton.attention import launch_configs, paged
+    from scree_triton.attention import launch_configs
     from scree_triton.gemm import grouped
 
     def grouped_product(dtype: torch.dtype) -> None:
@@ -168,8 +168,6 @@ def main() -> None:
                 elif name in (SHORT_ROWS, PAGED_PREFILL) and capability != "90":
                     continue  # the portable kernels treat them as other rows
                 elif name == PAGED_PREFILL:
-                    # The kernel for Hopper is compiled also where it is not the default.
-                    paged._SM90_PREFILL_TILES.setdefault((128, 128), paged._Sm90Tile(128, 128, 2))
                     for page_size, options in PAGED_PREFILLS if dtype == torch.bfloat16 else ():
                         attend_to_pages(page_size, options)
                 elif name == SHORT_ROWS:

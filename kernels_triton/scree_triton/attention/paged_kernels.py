@@ -415,7 +415,9 @@ def _num_units(
     IS_RAGGED: tl.constexpr,
 ):
     """Return the units of keys of decoded rows; 0 for other rows and for rows without queries."""
-    kv_length = clamped_kv_length(KV_LENGTHS, PAGE_OFFSETS, row, is_row, capacity, PAGE_SIZE, IS_RAGGED)
+    kv_length = clamped_kv_length(
+        KV_LENGTHS, PAGE_OFFSETS, row, is_row, capacity, PAGE_SIZE, IS_RAGGED
+    )
     start = tl.load(Q_OFFSETS + row, mask=is_row, other=0)
     q_length = (tl.load(Q_OFFSETS + row + 1, mask=is_row, other=0) - start).to(tl.int32)
     blocks = tl.cdiv(kv_length, BLOCK_N)
@@ -1016,7 +1018,9 @@ def prefill_kernel(
     )
     if q_length == 0:
         return
-    kv_length = clamped_kv_length(KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED)
+    kv_length = clamped_kv_length(
+        KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
+    )
     offs_m = tl.arange(0, BLOCK_M)
     slope = (
         tl.load(SLOPES + head * GROUP + offs_m % GROUP) * LOG2E if ALIBI else offs_m.to(tl.float32)
@@ -1178,7 +1182,9 @@ def combine_prefill_kernel(
     )
     if q_length == 0:
         return
-    kv_length = clamped_kv_length(KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED)
+    kv_length = clamped_kv_length(
+        KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
+    )
     queries = tl.minimum(q_length - query, QUERIES)
     begin, _, _, end = attended_keys(
         kv_length, kv_length - q_length + query, queries, window_left, window_right, BLOCK_N,
