@@ -30,6 +30,10 @@ PORTABLE_HEAD_DIM_SIZES = {torch.bfloat16: (96, 256), torch.float32: (64, 256)}
 LONG_ROWS = "long_rows"
 #: Attention of short rows that share tiles on 9.0.
 SHORT_ROWS = "short_rows"
+#: Attention of many queries per row to a paged cache on 9.0.
+PAGED_PREFILL = "paged_prefill"
+#: Pages of which a block of keys has several, or a part of one; mask and softcap.
+PAGED_PREFILLS = (16, {"causal": False}), (16, {}), (256, {"window": 100, "softcap": 5.0})
 
 
 class Driver:
@@ -94,6 +98,17 @@ def attend_long_row(dim: int, dtype: torch.dtype) -> None:
     out.values.sum().backward()
 
 
+def attend_to_pages(page_size: int, options: dict[str, Any]) -> None:
+    """Compute attention of many queries per row to a paged cache."""
+    import scree
+
+    table = scree.from_lengths(torch.arange(6, dtype=torch.int32), [2, 4])
+    cache = torch.zeros(6, page_size, 2, 128, dtype=torch.bfloat16)
+    q = scree.from_lengths(torch.zeros(50, 8, 128, dtype=torch.bfloat16), [20, 30])
+    lengths = torch.tensor([2 * page_size, 4 * page_size], dtype=torch.int32)
+    scree.paged_attention(q, cache, cache, table, lengths, return_lse=True, **options)
+
+
 def main() -> None:
     capability, *names = sys.argv[1:]
     compiled: list[str] = []
@@ -139,6 +154,7 @@ def main() -> None:
                 HEAD_DIMS,
                 LONG_ROWS,
                 SHORT_ROWS,
+                PAGED_PREFILL,
             ]
             for name in [name for name in chosen if not names or name in names]:
                 print(f"# {name}, {dtype}", flush=True)
@@ -149,8 +165,11 @@ def main() -> None:
                     dims = (32, 64, 128) if capability == "90" else (128,)
                     for dim in dims if dtype == torch.bfloat16 else ():
                         attend_long_row(dim, dtype)
-                elif name == SHORT_ROWS and capability != "90":
+                elif name in (SHORT_ROWS, PAGED_PREFILL) and capability != "90":
                     continue  # the portable kernels treat them as other rows
+                elif name == PAGED_PREFILL:
+                    for page_size, options in PAGED_PREFILLS if dtype == torch.bfloat16 else ():
+                        attend_to_pages(page_size, options)
                 elif name == SHORT_ROWS:
                     launch_configs.MANY_ROWS = 1
                     for dim in HEAD_DIM_SIZES[dtype]:

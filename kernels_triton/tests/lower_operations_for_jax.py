@@ -89,6 +89,22 @@ def check_decoding():
     assert names == ["append_paged_kernel", "decode_kernel", "combine_kernel"], names
 
 
+def check_prefill():
+    """Attend to a cache with many queries per row, through TMA descriptors."""
+    kinds = jax.ShapeDtypeStruct
+    pages, queries = kinds((20, 16, 2, 128), jnp.bfloat16), kinds((90, 8, 128), jnp.bfloat16)
+    table, offsets, lengths = (kinds(shape, jnp.int32) for shape in ((3, 5), (4,), (3,)))
+
+    def attend(k_pages, v_pages, q, table, offsets, lengths):
+        rows = scree.Array(q, offsets, max_length=50)
+        return scree.paged_attention(rows, k_pages, v_pages, table, lengths).values
+
+    traced = jax.jit(attend).trace(pages, pages, queries, table, offsets, lengths)
+    names = check_parameters(traced.lower(lowering_platforms=("cuda",)).as_text())
+    prefill = ["paged_prefill_sm90_kernel", "combine_prefill_kernel"]
+    assert names == [*prefill, "decode_kernel", "combine_kernel"], names
+
+
 def check_gradient_on_cpu(name):
     """Compare the gradients of the primitives with those of the standard implementation."""
     case = CASES[name]
@@ -238,6 +254,7 @@ def main():
         for name, kernels in KERNELS.items():
             check_launches(name, kernels)
         check_decoding()
+        check_prefill()
         for name in ON_CPU:
             check_gradient_on_cpu(name)
         check_transforms()

@@ -146,6 +146,73 @@ def test_prefill_cuts_long_keys(options, dtype, cut_prefill):
     check(got, queries, *rows, dtype, options)
 
 
+#: Page size, heads, key heads, head_dim, value_dim, dtype, options of the kernel for Hopper.
+HOPPER_CASES = [
+    (8, 4, 4, 128, 128, torch.float16, {}),
+    (16, 8, 2, 128, 128, torch.bfloat16, {"causal": False}),
+    (16, 8, 2, 128, 128, torch.bfloat16, {"scale": 0.05}),
+    (32, 6, 2, 64, 64, torch.float16, {"window": 90}),
+    (64, 3, 1, 64, 128, torch.bfloat16, {"softcap": 5.0, "v_scale": 2.0}),
+    (128, 4, 2, 128, 64, torch.bfloat16, {"window": 20, "softcap": 5.0}),
+    (256, 8, 1, 128, 128, torch.bfloat16, {}),
+]
+
+
+@pytest.fixture
+def hopper_prefill(monkeypatch):
+    """Select the kernel for Hopper also for head_dims where it was not timed."""
+    tile = paged._Sm90Tile(128, 128, 2)
+    for dims in product((64, 128), repeat=2):
+        monkeypatch.setitem(paged._SM90_PREFILL_TILES, dims, tile)
+    paged._launch_config.cache_clear()
+    yield
+    paged._launch_config.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+@pytest.mark.usefixtures("hopper_prefill")
+def test_prefill_of_half_precision_through_pages(case, is_dense):
+    """Rows without keys, rows that are decoded, several tiles per row, and keys in parts."""
+    page_size, heads, kv_heads, dim, dim_v, dtype, options = case
+    q_lengths, kv_lengths = (40, 1, 70, 0, 130), (1300, 200, 70, 3, 420)
+    caches, table, lengths, rows = make_cache(kv_lengths, page_size, kv_heads, (dim, dim_v), dtype)
+    if page_size == 32:
+        caches = [x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) for x in caches]
+    page_table = scree.to_padded(table, fill_value=-1)[0] if is_dense else table
+    q, queries = make_queries(q_lengths, heads, dim, dtype)
+    arrays = q, *caches, page_table, lengths
+    if device_info(q.values.device).supports_sm90_gluon:
+        assert scree.explain("paged_attention", *arrays, **options).note is None
+    got = scree.paged_attention(*arrays, return_lse=True, kernel="triton", **options)
+    scale = options.get("scale", dim**-0.5) * dim**0.5
+    others = {k: v for k, v in options.items() if k != "scale"}
+    check(got, queries, *rows, dtype, others | {"k_scale": scale})
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_prefill")
+def test_prefill_of_lengths_that_change_in_a_graph():
+    caches, table, lengths, rows = make_cache((600, 700), 16, 2, (128, 128), torch.bfloat16)
+    q, queries = make_queries((100, 150), 8, 128, torch.bfloat16)
+
+    def attend():
+        return scree.paged_attention(
+            q, *caches, table, lengths, return_lse=True, causal=False, kernel="triton"
+        )
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend()
+    for shorter in ((600, 700), (1, 0), (513, 128)):
+        lengths.copy_(torch.tensor(shorter))
+        graph.replay()
+        cut = [[row[:n] for row, n in zip(part, shorter)] for part in rows]
+        check(got, queries, *cut, torch.bfloat16, {"causal": False})
+
+
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 

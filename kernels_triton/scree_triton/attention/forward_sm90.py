@@ -324,7 +324,7 @@ def _rescale_accumulators(parts, alpha):
 
 
 @gluon.jit
-def _forward_step(
+def forward_step(
     wg: gl.constexpr,
     q,
     k_smem,
@@ -510,7 +510,7 @@ def _forward_consumer(
                 gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
             )
             for n_block in range(n_block_max - 2, n_block_min - 1, -1):
-                acc, p, row_max, row_sum = _forward_step(
+                acc, p, row_max, row_sum = forward_step(
                     wg,
                     q,
                     k_smem,
@@ -544,7 +544,7 @@ def _forward_consumer(
         else:
             if CAUSAL and not SAME_OFFSETS:
                 for n_block in range(n_block_max - 2, full_blocks - 1, -1):
-                    acc, p, row_max, row_sum = _forward_step(
+                    acc, p, row_max, row_sum = forward_step(
                         wg,
                         q,
                         k_smem,
@@ -576,7 +576,7 @@ def _forward_consumer(
                     )
                     step += 1
             for _ in range(full_blocks - 1, -1, -1):
-                acc, p, row_max, row_sum = _forward_step(
+                acc, p, row_max, row_sum = forward_step(
                     wg,
                     q,
                     k_smem,

@@ -11,10 +11,12 @@ import scree
 
 from ..runtime.autograd import needs_gradient
 from ..runtime.compile import define_operator, uses_operators
+from ..runtime.descriptors import ragged
 from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
 from ..runtime.fallback import fallback_note, falls_back_to
 from ..runtime.launch import (
     BoundLaunch,
+    Descriptor,
     Launch,
     Number,
     Pointer,
@@ -25,7 +27,7 @@ from ..runtime.launch import (
     launch_args,
     on_device,
 )
-from .metadata import AttentionSpec, allows_tf32
+from .metadata import AttentionSpec, allows_tf32, are_strides_tma_addressable, to_base2
 from .paged_kernels import combine_kernel, combine_prefill_kernel, decode_kernel, prefill_kernel
 from .tile_scheduler import UNBOUNDED
 
@@ -85,6 +87,23 @@ _PREFILL_ROWS = 128
 #: CTAs that share the keys of a tile of queries at most, keys of each at least, and rows of a CTA
 #: that combines their results.
 _MAX_PREFILL_PARTS, _MIN_PREFILL_PART, _COMBINED_ROWS = 16, 512, 16
+
+
+class _Sm90Tile(NamedTuple):
+    """Rows of queries and keys of a tile of `paged_prefill_sm90_kernel`, and stages of its rings."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+
+
+#: By head_dim of keys and values, the tile of `paged_prefill_sm90_kernel`. The kernel is right with
+#: any of 64 and 128, but was timed with 128 only.
+_SM90_PREFILL_TILES = {(128, 128): _Sm90Tile(128, 128, 2)}
+#: Columns of its descriptors.
+_SM90_COLUMNS = 64
+#: Tokens of an array that TMA coordinates reach, see `descriptors.Ragged`.
+_MAX_TMA_TOKENS = 0x7FFF0000
 #: Shared memory for queries and for products that warps exchange.
 _OTHER_MEMORY = 16 << 10
 
@@ -188,6 +207,38 @@ class PrefillArgs:
 
 
 @launch_args
+class PrefillSm90Args:
+    """Arguments of `paged_prefill_sm90_kernel`."""
+
+    k_desc: Descriptor
+    v_desc: Descriptor
+    Q: Pointer
+    PAGES: Pointer
+    PAGE_OFFSETS: Pointer
+    KV_LENGTHS: Pointer
+    Q_OFFSETS: Pointer
+    OUT: Written
+    LSE: Written
+    PARTIAL: Written
+    stride_qt: Stride
+    stride_qh: Stride
+    stride_kh: Stride
+    stride_vh: Stride
+    k_page_stride: Number
+    v_page_stride: Number
+    n: Number
+    bisections: Number
+    parts: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+    value_scale: Number
+    table_width: Number
+    capacity: Number
+
+
+@launch_args
 class CombinePrefillArgs:
     """Arguments of `combine_prefill_kernel`."""
 
@@ -199,6 +250,7 @@ class CombinePrefillArgs:
     PARTIAL: Pointer
     n: Number
     bisections: Number
+    parts: Number
     window_left: Number
     window_right: Number
     capacity: Number
@@ -235,6 +287,8 @@ class _Shape(NamedTuple):
     """Whether both caches have 8 bits per number, and can be loaded in pairs of numbers."""
     has_same_strides: bool
     """Whether both caches have equal strides, so that the kernels compute offsets once."""
+    is_tma_addressable: bool
+    """Whether TMA can copy the tokens of a page of both caches."""
     shares_heads: bool
     """Whether a CTA of `decode_kernel` may take several key heads."""
     max_length: int
@@ -355,38 +409,71 @@ class _LaunchConfig:
             args=CombineArgs,
             unwritten=unwritten,
         )
-        self.queries = _PREFILL_ROWS // group
+        self.sm90_tile = sm90 = _sm90_tile(shape, spec)
+        self.block_m, block_n = sm90[:2] if sm90 else (_PREFILL_ROWS, prefill.columns)
+        self.queries = self.block_m // group
         self.sm_count = device.sm_count
-        tiles = dict(DECODE_ROWS=self.rows, BLOCK_M=_PREFILL_ROWS, BLOCK_N=prefill.columns)
+        tiles = dict(DECODE_ROWS=self.rows, BLOCK_M=self.block_m, BLOCK_N=block_n)
         combined = dict(HEAD_DIM_V=shape.head_dim_v, BLOCK_DV=block_dv)
         combined_options = {
             x: options[x] for x in ("PAGE_SIZE", "IS_RAGGED", "HAS_LEFT", "HAS_RIGHT", "WRITE_LSE")
         }
 
+        min_part = dict(MIN_PART=_MIN_PREFILL_PART)
+        self.combine_prefill = Launch(
+            combine_prefill_kernel,
+            heads | combined | tiles | combined_options | min_part | dict(TILE=_COMBINED_ROWS),
+            dict(num_warps=4),
+            args=CombinePrefillArgs,
+            unwritten=unwritten,
+        )
+
         @cache
-        def prefill_launches(parts: int) -> tuple[Launch, Launch]:
-            cut = dict(PARTS=parts, MIN_PART=_MIN_PREFILL_PART)
-            same = dict(SAME_STRIDES=shape.has_same_strides)
+        def prefill_launch(parts: int) -> Launch:
+            prefill_unwritten = unwritten if parts > 1 else (*unwritten, "PARTIAL")
+            if sm90 is None:
+                cut = dict(PARTS=parts) | min_part | dict(SAME_STRIDES=shape.has_same_strides)
+                return Launch(
+                    prefill_kernel,
+                    heads | dims | tiles | options | cut | last,
+                    dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
+                    args=PrefillArgs,
+                    unwritten=prefill_unwritten,
+                )
+            from .paged_sm90 import paged_prefill_sm90_kernel
+
+            consumers, box = sm90.block_m // 64, min(shape.page_size, sm90.block_n)
+            names = "PAGE_SIZE", "IS_RAGGED", "HAS_LEFT", "HAS_RIGHT", "SOFTCAP", "WRITE_LSE"
             return Launch(
-                prefill_kernel,
-                heads | dims | tiles | options | cut | same | last,
-                dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
-                args=PrefillArgs,
-                unwritten=unwritten if parts > 1 else (*unwritten, "PARTIAL"),
-            ), Launch(
-                combine_prefill_kernel,
-                heads | combined | tiles | combined_options | cut | dict(TILE=_COMBINED_ROWS),
-                dict(num_warps=4),
-                args=CombinePrefillArgs,
-                unwritten=unwritten,
+                paged_prefill_sm90_kernel,
+                heads
+                | dict(HEAD_DIM=shape.head_dim, HEAD_DIM_V=shape.head_dim_v)
+                | tiles
+                | {x: options[x] for x in names}
+                | min_part
+                | dict(STAGES=sm90.num_stages, CONSUMERS=consumers),
+                # Registers per thread of an SM's only CTA, whose producers take those of 4 warps.
+                dict(num_warps=4, maxnreg=512 // (consumers + 1) // 8 * 8),
+                (box, box),
+                args=PrefillSm90Args,
+                unwritten=prefill_unwritten,
             )
 
-        self.prefill_launches = prefill_launches
+        self.prefill_launch = prefill_launch
 
     def prefill_parts(self, programs: int) -> int:
         """Return the parts into which the keys are cut, a power of two, so that no SM is idle."""
         if self.spec.split_size or not programs:
             return 1
+        if self.sm90_tile is not None:
+            if programs >= 2 * self.sm_count:
+                return 1
+
+            # An SM runs one CTA. The fewest parts of those that keep most SMs at work.
+            def rounds(parts: int) -> float:
+                return -(-programs * parts // self.sm_count) / parts * (1 + parts / 64)
+
+            return min(range(1, _MAX_PREFILL_PARTS + 1), key=rounds)
         parts = 2 * self.sm_count // programs
         return min(_MAX_PREFILL_PARTS, 1 << max(parts.bit_length() - 1, 0))
 
@@ -439,13 +526,15 @@ class _LaunchConfig:
             capacity=capacity,
         )
         bisections = n.bit_length()
-        prefill_numbers = numbers | dict(bisections=bisections)
         prefill_programs = (total // self.queries + n) * shape.kv_heads if self.has_prefill else 0
-        prefill_parts = self.prefill_parts(prefill_programs)
+        # Not all rows end with a tile that has one query.
+        used = (-(-total // self.queries) + n - 1) * shape.kv_heads if self.has_prefill else 0
+        prefill_parts = self.prefill_parts(used if self.sm90_tile else prefill_programs)
+        prefill_numbers = numbers | dict(bisections=bisections, parts=prefill_parts)
         prefill_size = 0
         if prefill_parts > 1:
-            prefill_size = prefill_programs * prefill_parts * _PREFILL_ROWS * (dim_v + 4)
-        prefill_launch, combine_prefill_launch = self.prefill_launches(prefill_parts)
+            prefill_size = prefill_programs * prefill_parts * self.block_m * (dim_v + 4)
+        prefill_launch = self.prefill_launch(prefill_parts)
         # Arrays that a call does not have get any pointer, which the kernels do not read.
         offsets = dict(
             PAGE_OFFSETS=q_offsets if page_offsets is None else page_offsets.contiguous(),
@@ -472,16 +561,25 @@ class _LaunchConfig:
             PARTIAL="partial",
             **offsets,
         )
+        prefill_args: Any = PrefillArgs
+        prefill_values = prefill_numbers | attended
+        if self.sm90_tile is not None:
+            prefill_args = PrefillSm90Args
+            *_, scale, softcap = to_base2(AttentionSpec(*spec[:4]))
+            prefill_values |= dict(
+                k_desc=("k", _page_descriptor(k)),
+                v_desc=("v", _page_descriptor(v)),
+                k_page_stride=stride_kp // stride_kt,
+                v_page_stride=stride_vp // stride_vt,
+                scale=scale,
+                softcap=softcap,
+            )
         prefill = BoundLaunch(
-            prefill_launch,
-            prefill_programs * prefill_parts,
-            PrefillArgs,
-            **prefill_numbers,
-            **attended,
+            prefill_launch, prefill_programs * prefill_parts, prefill_args, **prefill_values
         )
         combine_prefill = BoundLaunch(
-            combine_prefill_launch,
-            prefill_programs * (_PREFILL_ROWS // _COMBINED_ROWS),
+            self.combine_prefill,
+            prefill_programs * (self.block_m // _COMBINED_ROWS),
             CombinePrefillArgs,
             **{name: prefill_numbers[name] for name in CombinePrefillArgs.numbers},
             **combined,
@@ -516,11 +614,11 @@ class _LaunchConfig:
             if not (n and total):
                 return out, lse
             others = slopes, k_scale, v_scale
-            if prefill_programs:
-                # Without parts, the kernel does not read the pointer.
-                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else q
-                launch_prefill(q, k, v, pages, kv_lengths, out, lse, cut, *others)
             partial = new(*partial_spec)
+            if prefill_programs:
+                # Without parts, the kernel does not read the pointer, which must have its type.
+                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else partial
+                launch_prefill(q, k, v, pages, kv_lengths, out, lse, cut, *others)
             launch_decode(q, k, v, pages, kv_lengths, out, lse, partial, *others)
             return out, lse
 
@@ -528,6 +626,58 @@ class _LaunchConfig:
 
 
 _launch_config = cache(_LaunchConfig)
+
+
+def _sm90_rejection(shape: _Shape, spec: Spec) -> str | None:
+    """Return why `paged_prefill_sm90_kernel` does not take a call on Hopper; None if it does."""
+    prefix = "the faster kernel of prefill on Hopper takes"
+    q_dtype, k_dtype, v_dtype = shape.dtypes[:3]
+    if not (q_dtype == k_dtype == v_dtype and q_dtype.itemsize == 2):
+        return f"{prefix} q and caches in one type, float16 or bfloat16"
+    dims = shape.head_dim, shape.head_dim_v
+    if dims not in _SM90_PREFILL_TILES:
+        return f"{prefix} head_dim 128, not {dims[0]} (q, k) and {dims[1]} (v)"
+    if shape.has_slopes or shape.is_scaled:
+        return f"{prefix} no ALiBi slopes, and scales of the cache as numbers, not per head"
+    if spec.scale <= 0:
+        return f"{prefix} a positive scale, not {spec.scale}"
+    if not shape.is_tma_addressable:
+        return (
+            f"{prefix} pages of 8, 16, 32 or another power of two of tokens, in caches whose address "
+            f"and strides are multiples of 16 bytes"
+        )
+    return None
+
+
+def _sm90_tile(shape: _Shape, spec: Spec) -> _Sm90Tile | None:
+    """Return the tile of `paged_prefill_sm90_kernel`, or None for calls that it does not take."""
+    if not device_info(shape.device).supports_sm90_gluon or _sm90_rejection(shape, spec):
+        return None
+    return _SM90_PREFILL_TILES[shape.head_dim, shape.head_dim_v]
+
+
+def _page_descriptor(x: torch.Tensor) -> Any:
+    """Return the descriptor of a cache whose pages are tokens of one array."""
+    _, stride_t, stride_h, _ = x.stride()
+    _, _, heads, dim = x.shape
+    return ragged(heads, dim, stride_t, stride_h, _SM90_COLUMNS, dim // _SM90_COLUMNS)
+
+
+def _is_tma_addressable(x: torch.Tensor) -> bool:
+    """Return whether TMA can copy the tokens of a page, with the swizzle of a block of keys."""
+    if x.ndim != 4:
+        return False
+    pages, size, heads, dim = x.shape
+    stride_p, stride_t, stride_h, _ = x.stride()
+    return (
+        size >= 8
+        and size & (size - 1) == 0
+        and x.data_ptr() % 16 == 0
+        and are_strides_tma_addressable(stride_t, stride_h, heads)
+        and stride_p % stride_t == 0
+        and 0 <= pages * stride_p // stride_t < _MAX_TMA_TOKENS
+        and dim % _SM90_COLUMNS == 0
+    )
 
 
 def _select(
@@ -562,6 +712,7 @@ def _select(
         is_scaled,
         _has_pairs(q, k, v),
         k.stride() == v.stride(),
+        _is_tma_addressable(k) and _is_tma_addressable(v),
         bool(spec.split_size) or n > _FEW_ROWS,
         min(max_length, _MAX_ROWS + 1),
         next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
@@ -610,7 +761,23 @@ def rejects(call: Any) -> str | None:
 
 def note(call: Any) -> str | None:
     """Return why another implementation replaces a kernel; None if none does."""
-    return fallback_note(__name__, call.q.values.dtype)
+    q, table = call.q, call.page_table
+    reason, device = fallback_note(__name__, q.values.dtype), device_info(q.values.device)
+    if reason or not device.is_hopper:
+        return reason
+    has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
+    config = _select(
+        *(q.values, call.k_pages, call.v_pages),
+        (table.values, table.offsets, call.kv_lengths, q.offsets),
+        call.alibi_slopes is not None,
+        has_scales,
+        q.layout.max_length_bound,
+        q.batch_size,
+        _spec_of(call),
+    )
+    if not config.has_prefill:
+        return None
+    return device.note or _sm90_rejection(config.shape, config.spec)
 
 
 def paged_attention(call: Any) -> Any:
@@ -687,8 +854,8 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
     spec, has_slopes = _spec_of(call), call.alibi_slopes is not None
     has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
     kv_heads, dtype = call.k_pages.shape[2], call.q.values.dtype
-    # Whether products may use tf32 -> function that runs calls.
-    prepared: dict[bool, Callable[..., Any]] = {}
+    # Whether products may use tf32, and whether TMA can address the caches -> function that runs calls.
+    prepared: dict[tuple[bool, bool], Callable[..., Any]] = {}
     max_length, n = call.q.layout.max_length_bound, call.q.batch_size
     is_float32 = dtype == torch.float32
 
@@ -699,7 +866,7 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         pages: torch.Tensor,
         page_offsets: torch.Tensor | None,
         kv_lengths: torch.Tensor,
-        is_tf32: bool,
+        key: tuple[bool, bool],
     ) -> Callable[..., Any]:
         given = pages, kv_lengths
         pages, kv_lengths = _make_contiguous(pages, kv_lengths)
@@ -711,7 +878,7 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
                 return launch(q, k, v, *_make_contiguous(*others[:2]), *others[2:])
 
-        prepared[is_tf32] = run
+        prepared[key] = run
         return run
 
     def attend(
@@ -736,9 +903,10 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             # As in `_aligned`, without the host time of a function call.
             if pages.data_ptr() % 16:
                 pages = pages.clone()
-        is_tf32 = is_float32 and allows_tf32(dtype)
-        run = prepared.get(is_tf32) or prepare(
-            q, (k_pages, v_pages), pages, page_offsets, kv_lengths, is_tf32
+        are_aligned = (k_pages.data_ptr() | v_pages.data_ptr()) & 15 == 0
+        key = is_float32 and allows_tf32(dtype), are_aligned
+        run = prepared.get(key) or prepare(
+            q, (k_pages, v_pages), pages, page_offsets, kv_lengths, key
         )
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
         out, lse = run(values, k_pages, v_pages, pages, kv_lengths, slopes, k_scale, v_scale)

@@ -33,6 +33,7 @@ USES_PTX = tl.constexpr(not INTERPRETED)
 UNSPECIALIZED = (
     "n",
     "bisections",
+    "parts",
     "window_left",
     "window_right",
     "scale",
@@ -251,7 +252,7 @@ def _attend(
 
 
 @triton.jit
-def _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED: tl.constexpr):
+def table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED: tl.constexpr):
     """Return the first entry of a row of the page table; a dense table has no offsets."""
     if IS_RAGGED:
         return tl.load(PAGE_OFFSETS + row).to(tl.int64)
@@ -370,7 +371,7 @@ def _first_block(kv_length, q_length, window_left, HAS_LEFT: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _kv_length(
+def clamped_kv_length(
     KV_LENGTHS,
     PAGE_OFFSETS,
     row,
@@ -414,7 +415,9 @@ def _num_units(
     IS_RAGGED: tl.constexpr,
 ):
     """Return the units of keys of decoded rows; 0 for other rows and for rows without queries."""
-    kv_length = _kv_length(KV_LENGTHS, PAGE_OFFSETS, row, is_row, capacity, PAGE_SIZE, IS_RAGGED)
+    kv_length = clamped_kv_length(
+        KV_LENGTHS, PAGE_OFFSETS, row, is_row, capacity, PAGE_SIZE, IS_RAGGED
+    )
     start = tl.load(Q_OFFSETS + row, mask=is_row, other=0)
     q_length = (tl.load(Q_OFFSETS + row + 1, mask=is_row, other=0) - start).to(tl.int32)
     blocks = tl.cdiv(kv_length, BLOCK_N)
@@ -627,7 +630,7 @@ def decode_kernel(
         )  # fmt: skip
         if units > 0:
             stop = unit + 1 if SPLIT else tl.minimum(last, first + units)
-            kv_length = _kv_length(
+            kv_length = clamped_kv_length(
                 KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
             )
             keys = tl.cast(0, tl.int64) if PAGE_SIZE else tl.load(KV_LENGTHS + row).to(tl.int64)
@@ -639,7 +642,7 @@ def decode_kernel(
             end = (before + (stop - first) * blocks) * BLOCK_N
             end = tl.minimum(end, kv_length)
             # All pages are requested before the kernel waits for the queries.
-            pages = PAGES + _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
+            pages = PAGES + table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
             page = _load_pages(pages, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
             q = _load_queries(
                 Q + q_start * stride_qt, q_length * GROUP, head, stride_qt, stride_qh,
@@ -879,7 +882,7 @@ def combine_kernel(
 
 
 @triton.jit
-def _find_tile(
+def find_tile(
     Q_OFFSETS,
     n,
     number,
@@ -910,7 +913,7 @@ def _find_tile(
 
 
 @triton.jit
-def _attended_keys(
+def attended_keys(
     kv_length,
     aligned,
     queries,
@@ -939,9 +942,9 @@ def _attended_keys(
 
 
 @triton.jit
-def _part_size(begin, end, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr):
+def part_size(begin, end, parts, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr):
     """Return the keys of each part of a tile; the last parts may have fewer, or none."""
-    size = tl.cdiv(tl.maximum(end - begin, 0), PARTS)
+    size = tl.cdiv(tl.maximum(end - begin, 0), parts)
     return tl.cdiv(tl.maximum(size, MIN_PART), BLOCK_N) * BLOCK_N
 
 
@@ -1010,12 +1013,14 @@ def prefill_kernel(
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % KV_HEADS
     number = tl.program_id(0) // (PARTS * KV_HEADS)
-    row, q_start, q_length, query = _find_tile(
+    row, q_start, q_length, query = find_tile(
         Q_OFFSETS, n, number, bisections, GROUP, DECODE_ROWS, BLOCK_M
     )
     if q_length == 0:
         return
-    kv_length = _kv_length(KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED)
+    kv_length = clamped_kv_length(
+        KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
+    )
     offs_m = tl.arange(0, BLOCK_M)
     slope = (
         tl.load(SLOPES + head * GROUP + offs_m % GROUP) * LOG2E if ALIBI else offs_m.to(tl.float32)
@@ -1033,12 +1038,12 @@ def prefill_kernel(
         q, power = _as_float16(q)
         scale = scale * power
     aligned = kv_length - q_length + query  # the key that is aligned with the first query
-    begin, full_begin, full_end, end = _attended_keys(
+    begin, full_begin, full_end, end = attended_keys(
         kv_length, aligned, queries, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     is_cut = False
     if PARTS > 1:
-        size = _part_size(begin, end, BLOCK_N, PARTS, MIN_PART)
+        size = part_size(begin, end, PARTS, BLOCK_N, MIN_PART)
         is_cut = end - begin > size
         begin += part * size
         if (begin >= end) & (part > 0):
@@ -1049,7 +1054,7 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], INITIAL_MAX, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    pages = PAGES + _table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
+    pages = PAGES + table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
     position = aligned + offs_m // GROUP
     K += head.to(tl.int64) * stride_kh
     V += head.to(tl.int64) * stride_vh
@@ -1147,6 +1152,7 @@ def combine_prefill_kernel(
     PARTIAL,
     n,
     bisections,
+    parts,
     window_left,
     window_right,
     capacity,
@@ -1162,7 +1168,6 @@ def combine_prefill_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
-    PARTS: tl.constexpr,
     MIN_PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -1172,18 +1177,20 @@ def combine_prefill_kernel(
     offs_m = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     head = tl.program_id(0) // TILES % KV_HEADS
     number = tl.program_id(0) // (TILES * KV_HEADS)
-    row, q_start, q_length, query = _find_tile(
+    row, q_start, q_length, query = find_tile(
         Q_OFFSETS, n, number, bisections, GROUP, DECODE_ROWS, BLOCK_M
     )
     if q_length == 0:
         return
-    kv_length = _kv_length(KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED)
+    kv_length = clamped_kv_length(
+        KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
+    )
     queries = tl.minimum(q_length - query, QUERIES)
-    begin, _, _, end = _attended_keys(
+    begin, _, _, end = attended_keys(
         kv_length, kv_length - q_length + query, queries, window_left, window_right, BLOCK_N,
         HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
-    size = _part_size(begin, end, BLOCK_N, PARTS, MIN_PART)
+    size = part_size(begin, end, parts, BLOCK_N, MIN_PART)
     if end - begin <= size:
         return
     offs_d = tl.arange(0, BLOCK_DV)
@@ -1193,7 +1200,7 @@ def combine_prefill_kernel(
     top = tl.full([TILE], INITIAL_MAX, tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     for part in range(tl.cdiv(end - begin, size)):
-        index = ((number.to(tl.int64) * KV_HEADS + head) * PARTS + part) * BLOCK_M + offs_m
+        index = ((number.to(tl.int64) * KV_HEADS + head) * parts + part) * BLOCK_M + offs_m
         partial = PARTIAL + index * (HEAD_DIM_V + 4)
         lse = tl.load(partial + HEAD_DIM_V, mask=is_row, other=-float("inf"))
         result = tl.load(partial[:, None] + offs_d[None, :], mask=mask, other=0.0)

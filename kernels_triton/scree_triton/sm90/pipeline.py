@@ -105,7 +105,7 @@ def head_coordinate(head, stride_h, ring):
 
 
 @gluon.jit
-def _ragged_coordinates(offset, seqlen, row, head_coord, part, tile):
+def ragged_coordinates(offset, seqlen, row, head_coord, part, tile):
     """Return the coordinates in a ragged descriptor of a part, from token `row` of a row on."""
     WIDTH: gl.constexpr = tile.shape[len(tile.shape) - 1]
     # Heads are a dimension of their own where TMA must fill the last part with zeros.
@@ -131,7 +131,7 @@ def load_slot(desc, offset, seqlen, row, head_coord, barrier, ring, slot, PARTS:
     """Start the TMA load of tokens into a slot of a ring, one tile per part of the operand."""
     for p in gl.static_range(PARTS):
         tile = ring.index(slot * PARTS + p)
-        tma_load(desc, _ragged_coordinates(offset, seqlen, row, head_coord, p, tile), barrier, tile)
+        tma_load(desc, ragged_coordinates(offset, seqlen, row, head_coord, p, tile), barrier, tile)
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def store_slot(desc, offset, seqlen, row, head_coord, ring, slot, PARTS: gl.cons
     """Start the TMA store of a slot of a ring; tokens after the end of the row are not written."""
     for p in gl.static_range(PARTS):
         tile = ring.index(slot * PARTS + p)
-        tma_store(desc, _ragged_coordinates(offset, seqlen, row, head_coord, p, tile), tile)
+        tma_store(desc, ragged_coordinates(offset, seqlen, row, head_coord, p, tile), tile)
 
 
 @gluon.constexpr_function
