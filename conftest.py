@@ -26,6 +26,8 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # versions and the flags.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# JAX would take three quarters of a GPU's memory, which the workers share.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # JAX compares the file of every frame of an error with its own files, which takes half of the time of
 # tests that try many wrong calls.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")

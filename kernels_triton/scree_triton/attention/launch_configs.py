@@ -26,6 +26,7 @@ from .metadata import (
 from .portable_config import PortableConfig
 from .sm90_configs import Bf16x3Config, Sm90Config, Sm90MixedConfig
 from .tile_configs import (
+    FEW_QUERIES,
     LARGE_TILE,
     LONG_SEQLEN,
     MANY_ROWS,
@@ -40,7 +41,6 @@ from .tile_configs import (
     Sm90Tiles,
     Tiles,
     count_short_rows,
-    few_queries,
     portable_tiles,
     sm90_tiles,
     weight_rows,
@@ -159,7 +159,7 @@ def _batch_kind(
     max_seqlen = layout.max_seqlen
     if max_seqlen >= UNBOUNDED:
         return "usual"
-    if max_seqlen <= SHORT_SEQLEN and total_q * heads <= few_queries(head_dim):
+    if max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES:
         return "few tiles"
     if max_seqlen <= SHORTEST_SEQLEN:
         num_rows = layout.cu_seqlens_q.shape[0] - 1

@@ -58,7 +58,8 @@ def _sm90(forward: tuple, dq: tuple, dkdv: tuple, split_dkdv: bool = False) -> S
 
 
 #: By bytes per element and padded head_dim, or the padded head_dims of q and of v. Measured on an
-#: H100; head_dim 65 to 96 and 129 to 192 on an H200.
+#: H100; head_dim 65 to 96 and 129 to 192 on an H200. The keys of a half-precision forward tile are a
+#: multiple of 64: in causal rows, only the last block of 64 queries then has a diagonal.
 SM90_TILES = {
     (2, 32): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
     (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2, 1, True)),
@@ -76,8 +77,8 @@ SM90_TILES = {
 BatchKind = Literal["usual", "few tiles", "short rows", "long rows", "two long rows"]
 
 #: A batch has few tiles if its rows are known to have at most SHORT_SEQLEN tokens, and it has at most
-#: `few_queries` queries summed over heads. Then the time of the last tile matters, and some kernels take
-#: smaller tiles.
+#: FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last tile matters,
+#: and some kernels take smaller tiles.
 SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
 #: A batch with a longer row and a head_dim of at most SMALL_TILE_HEAD_DIM has few tiles if its work per
 #: SM, times SMALL_TILE_COST, is less than one tile of LARGE_TILE queries of its longest row. Smaller tiles
@@ -120,13 +121,6 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
         "few tiles": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
         "short rows": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
     },
-    SM90_TILES[2, 192]: {
-        "few tiles": SM90_TILES[2, 192]._replace(
-            forward=Sm90Tile(64, 32, 3, 1, 2),
-            dq=Sm90Tile(64, 64, 1, 1, 2),
-            dkdv=Sm90Tile(32, 64, 2, 1, 2),
-        )
-    },
 }
 
 #: Rows with at most MERGED_SEQLEN queries and keys share tiles, in launches of their own. Conditions:
@@ -146,11 +140,6 @@ SM90_MERGED_TILES = {
     192: _sm90((64, 64, 1, 1, 2), (64, 64, 1, 1, 2), (64, 64, 1, 1, 2), split_dkdv=True),
     256: _sm90((64, 64, 2, 2, 1), (64, 64, 1, 1, 1), (32, 64, 2, 1, 1), split_dkdv=True),
 }
-
-
-def few_queries(head_dim: int) -> int:
-    """Return at most how many queries, summed over heads, are few: 512 or 256 per SM of an H100."""
-    return FEW_QUERIES if head_dim <= 160 else FEW_QUERIES // 2
 
 
 def count_short_rows(rows: int, tokens: int, max_seqlen: int) -> float:
