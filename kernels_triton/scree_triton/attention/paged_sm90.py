@@ -1,8 +1,7 @@
 """Prefill from a paged cache on Hopper, float16 and bfloat16, head_dim 64 and 128.
 
-The tiles, the parts of their keys and the partial results are those of
-`paged_kernels.prefill_kernel`, and `combine_prefill_kernel` adds the parts up. The consumer warp
-groups take the steps of `forward_sm90`.
+`paged_kernels.prefill_kernel` has the same tiles, parts of their keys and partial results, and
+`combine_prefill_kernel` adds the parts up. The consumer warp groups take the steps of `forward_sm90`.
 
 One producer warp loads keys and another one loads values. For each page of a block of keys, a
 producer reads the page number and starts one TMA copy per 64 columns. A tile in shared memory is 64
