@@ -374,13 +374,20 @@ def test_get_launch_config_two_long_rows_depends_on_the_offsets(monkeypatch):
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
     monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-2])
     cu_q, cu_k = offsets((8000, 100, 100), DEVICE), offsets((100, 9000, 100), DEVICE)
+    one_q, one_k = offsets((8000,), DEVICE), offsets((9000,), DEVICE)
     kinds = []
-    for cu, right in ((cu_q, UNBOUNDED), (cu_k, UNBOUNDED), (cu_k, 0)):
-        q, k = (torch.empty((int(x[-1]), 1, 16), device=DEVICE) for x in (cu_q, cu))
+    for q_offsets, k_offsets, right in (
+        (cu_q, cu_q, UNBOUNDED),
+        (cu_q, cu_k, UNBOUNDED),
+        (cu_q, cu_k, 0),
+        (one_q, one_k, UNBOUNDED),
+    ):
+        q, k = (torch.empty((int(x[-1]), 1, 16), device=DEVICE) for x in (q_offsets, k_offsets))
         q, k = q.expand(-1, 12, -1), k.expand(-1, 12, -1)
-        layout, spec = VarlenLayout(cu_q, cu, None, 9000), AttentionSpec(UNBOUNDED, right, 0.2, 0.0)
+        layout = VarlenLayout(q_offsets, k_offsets, None, 9000)
+        spec = AttentionSpec(UNBOUNDED, right, 0.2, 0.0)
         kinds.append(get_launch_config(q, k, k, layout, spec, False))
-    assert kinds == ["long rows", "two long rows", "long rows"]
+    assert kinds == ["long rows", "two long rows", "long rows", "long rows"]
 
 
 def test_sm90_tiles_two_long_rows_of_other_head_dims_are_long_rows():

@@ -172,7 +172,11 @@ def _batch_kind(
     if spec.window_left < UNBOUNDED or not _has_long_rows(layout, total_k):
         return "usual"
     # In causal rows, queries before the first key attend to nothing, so tiles have less work.
-    is_aligned = layout.cu_seqlens_q is layout.cu_seqlens_k or spec.window_right < UNBOUNDED
+    is_aligned = (
+        layout.cu_seqlens_q is layout.cu_seqlens_k
+        or layout.cu_seqlens_q.shape[0] == 2  # one row
+        or spec.window_right < UNBOUNDED
+    )
     if not is_aligned and _has_long_tiles(*work, aligned=False):
         return "two long rows"
     return "long rows"
