@@ -146,6 +146,17 @@ def test_prefill_cuts_long_keys(options, dtype, cut_prefill):
     check(got, queries, *rows, dtype, options)
 
 
+@pytest.mark.parametrize(
+    "shape, expected",
+    [((3, 16, 2, 128), True), ((0, 16, 2, 128), False), ((3, 12, 2, 128), False),
+     ((3, 4, 2, 128), False), ((3, 16, 2, 96), False)],
+)  # fmt: skip
+def test_is_tma_addressable_depends_on_the_pages(shape, expected):
+    cache = torch.empty(shape, dtype=torch.float16)
+    assert paged._is_tma_addressable(cache) is expected
+    assert not paged._is_tma_addressable(cache[:, :, :1].expand(-1, -1, 2, -1))
+
+
 #: Page size, heads, key heads, head_dim, value_dim, dtype, options of the kernel for Hopper.
 HOPPER_CASES = [
     (8, 4, 4, 128, 128, torch.float16, {}),

@@ -675,7 +675,9 @@ def _is_tma_addressable(x: torch.Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         and are_strides_tma_addressable(stride_t, stride_h, heads)
         and stride_p % stride_t == 0
-        and 0 <= pages * stride_p // stride_t < _MAX_TMA_TOKENS
+        # A cache without pages has no address.
+        and pages > 0
+        and pages * stride_p // stride_t < _MAX_TMA_TOKENS
         and dim % _SM90_COLUMNS == 0
     )
 
