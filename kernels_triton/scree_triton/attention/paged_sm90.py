@@ -7,8 +7,8 @@ One producer warp loads keys and another one loads values. For each page of a bl
 producer reads the page number and starts one TMA copy per 64 columns. A tile in shared memory is 64
 columns wide, which is one line of the 128-byte swizzle, and the swizzle repeats every 8 rows. So the
 copies of pages of 8 or more tokens, one after another, form the same block as one copy of all its
-rows. TMA ends at the last token of a row, as in all kernels with ragged descriptors: what follows in
-a page is not read.
+rows. TMA ends at the last token of a row, as in all kernels with ragged descriptors: later tokens of a
+page are not read.
 """
 
 from triton.experimental import gluon
@@ -347,7 +347,7 @@ def paged_prefill_sm90_kernel(
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """Compute what `paged_kernels.prefill_kernel` computes.
+    """Compute the results of `paged_kernels.prefill_kernel`.
 
     Up to `parts` CTAs share the keys of a tile. The strides of a page are in tokens: page p begins
     at token ``p * k_page_stride`` of the descriptor. `scale` and `softcap` are as in `scores_sm90`.
@@ -401,126 +401,54 @@ def paged_prefill_sm90_kernel(
     numbers = stride_qt, stride_qh, window_left, window_right, scale, softcap, value_scale
     k_args = k_desc, k_ring, kv_full, kv_empty, pages, k_page_stride, head * stride_kh
     v_args = v_desc, v_ring, kv_full, kv_empty, pages, v_page_stride, head * stride_vh
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
+    gl.static_assert(CONSUMERS == 2, "the kernel starts two consumer warp groups")
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
                 (
-                    _consumer,
-                    (
-                        0,
-                        smem,
-                        arrays,
-                        tile,
-                        numbers,
-                        KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        HEAD_DIM_V,
-                        BLOCK_N,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        SOFTCAP,
-                        WRITE_LSE,
-                        STAGES,
-                        CONSUMERS,
-                    ),
+                    0,
+                    smem,
+                    arrays,
+                    tile,
+                    numbers,
+                    KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    HEAD_DIM_V,
+                    BLOCK_N,
+                    HAS_LEFT,
+                    HAS_RIGHT,
+                    SOFTCAP,
+                    WRITE_LSE,
+                    STAGES,
+                    CONSUMERS,
                 ),
+            ),
+            (
+                _consumer,
                 (
-                    _consumer,
-                    (
-                        1,
-                        smem,
-                        arrays,
-                        tile,
-                        numbers,
-                        KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        HEAD_DIM_V,
-                        BLOCK_N,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        SOFTCAP,
-                        WRITE_LSE,
-                        STAGES,
-                        CONSUMERS,
-                    ),
+                    1,
+                    smem,
+                    arrays,
+                    tile,
+                    numbers,
+                    KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    HEAD_DIM_V,
+                    BLOCK_N,
+                    HAS_LEFT,
+                    HAS_RIGHT,
+                    SOFTCAP,
+                    WRITE_LSE,
+                    STAGES,
+                    CONSUMERS,
                 ),
-                (_page_producer, (k_args, tile, 0, HEAD_DIM, BLOCK_N, PAGE_SIZE, STAGES)),
-                (_page_producer, (v_args, tile, 1, HEAD_DIM_V, BLOCK_N, PAGE_SIZE, STAGES)),
-            ],
-            [4, 1, 1],
-            [232, 40, 40],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (
-                        0,
-                        smem,
-                        arrays,
-                        tile,
-                        numbers,
-                        KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        HEAD_DIM_V,
-                        BLOCK_N,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        SOFTCAP,
-                        WRITE_LSE,
-                        STAGES,
-                        CONSUMERS,
-                    ),
-                ),
-                (
-                    _consumer,
-                    (
-                        1,
-                        smem,
-                        arrays,
-                        tile,
-                        numbers,
-                        KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        HEAD_DIM_V,
-                        BLOCK_N,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        SOFTCAP,
-                        WRITE_LSE,
-                        STAGES,
-                        CONSUMERS,
-                    ),
-                ),
-                (
-                    _consumer,
-                    (
-                        2,
-                        smem,
-                        arrays,
-                        tile,
-                        numbers,
-                        KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        HEAD_DIM_V,
-                        BLOCK_N,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        SOFTCAP,
-                        WRITE_LSE,
-                        STAGES,
-                        CONSUMERS,
-                    ),
-                ),
-                (_page_producer, (k_args, tile, 0, HEAD_DIM, BLOCK_N, PAGE_SIZE, STAGES)),
-                (_page_producer, (v_args, tile, 1, HEAD_DIM_V, BLOCK_N, PAGE_SIZE, STAGES)),
-            ],
-            [4, 4, 1, 1],
-            [160, 160, 24, 24],
-        )
+            ),
+            (_page_producer, (k_args, tile, 0, HEAD_DIM, BLOCK_N, PAGE_SIZE, STAGES)),
+            (_page_producer, (v_args, tile, 1, HEAD_DIM_V, BLOCK_N, PAGE_SIZE, STAGES)),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )
