@@ -335,7 +335,7 @@ def _prepare(
     new = empty(k.device.type)
     out_spec = None if q is None else (*contiguous(tuple(q.shape)), q.dtype)
     # Arrays that a call does not have get any pointer, which the kernel does not read.
-    angles_name = "k" if cos is None and inv_freq is None else "inv_freq" if cos is None else "cos"
+    angles_name = "cos" if cos is not None else "inv_freq" if inv_freq is not None else "k"
     bound = BoundLaunch(
         _launch(shape),
         total,

@@ -23,8 +23,8 @@ BACKWARD_PARAMETERS = "q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv,
 def count_heads_in_l2(heads: int, limit: int, group: int = 1) -> int:
     """Return how many heads run concurrently, because the L2 cache holds the keys of few heads.
 
-    It is the largest divisor of `heads` up to `limit` that is a multiple of `group`, or `group`: so many
-    adjacent heads read the same keys.
+    `group` adjacent heads read the same keys, so they run together. The result is the largest multiple of
+    `group` that divides `heads` and is at most `limit`, or else `group`.
     """
     return max(
         g for g in range(group, heads + 1, group) if heads % g == 0 and (g <= limit or g == group)

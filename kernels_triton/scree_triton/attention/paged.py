@@ -84,13 +84,13 @@ _PREFILL_TILES = {
 #: The same for calls without a mask, such as shared pages.
 _UNMASKED_PREFILL_TILES = {**_PREFILL_TILES, (2, 128): _Tile(128, 8, 3)}
 _PREFILL_ROWS = 128
-#: CTAs that share the keys of a tile of queries at most, keys of each at least, and rows of a CTA
-#: that combines their results.
+#: The most CTAs that share the keys of a tile of queries, the fewest keys of each CTA, and the rows of a
+#: CTA that combines their results.
 _MAX_PREFILL_PARTS, _MIN_PREFILL_PART, _COMBINED_ROWS = 16, 512, 16
 
 
 class _Sm90Tile(NamedTuple):
-    """Rows of queries and keys of a tile of `paged_prefill_sm90_kernel`, and stages of its rings."""
+    """Query rows and keys of a tile of `paged_prefill_sm90_kernel`, and stages of its rings."""
 
     block_m: int
     block_n: int
@@ -462,18 +462,23 @@ class _LaunchConfig:
         self.prefill_launch = prefill_launch
 
     def prefill_parts(self, programs: int) -> int:
-        """Return the parts into which the keys are cut, a power of two, so that no SM is idle."""
+        """Return into how many parts the keys of a tile are cut, so that few SMs are idle.
+
+        `programs` is the number of CTAs without parts.
+        """
         if self.spec.split_size or not programs:
             return 1
         if self.sm90_tile is not None:
             if programs >= 2 * self.sm_count:
                 return 1
 
-            # An SM runs one CTA. The fewest parts of those that keep most SMs at work.
-            def rounds(parts: int) -> float:
-                return -(-programs * parts // self.sm_count) / parts * (1 + parts / 64)
+            def relative_time(parts: int) -> float:
+                # An SM runs one CTA at a time. Each part adds to the time of the combination.
+                rounds = -(-programs * parts // self.sm_count)
+                return rounds / parts * (1 + parts / 64)
 
-            return min(range(1, _MAX_PREFILL_PARTS + 1), key=rounds)
+            return min(range(1, _MAX_PREFILL_PARTS + 1), key=relative_time)
+        # A power of two, because each number of parts compiles a kernel.
         parts = 2 * self.sm_count // programs
         return min(_MAX_PREFILL_PARTS, 1 << max(parts.bit_length() - 1, 0))
 
@@ -870,12 +875,11 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         kv_lengths: torch.Tensor,
         key: tuple[bool, bool],
     ) -> Callable[..., Any]:
-        given = pages, kv_lengths
-        pages, kv_lengths = _make_contiguous(pages, kv_lengths)
-        indices = pages, page_offsets, kv_lengths, q.offsets
+        used_pages, used_lengths = _make_contiguous(pages, kv_lengths)
+        indices = used_pages, page_offsets, used_lengths, q.offsets
         config = _select(q.values, *caches, indices, has_slopes, has_scales, max_length, n, spec)
-        run = launch = config.prepare(q.values, *caches, pages, page_offsets, q.offsets)
-        if pages is not given[0] or kv_lengths is not given[1]:
+        run = launch = config.prepare(q.values, *caches, used_pages, page_offsets, q.offsets)
+        if used_pages is not pages or used_lengths is not kv_lengths:
 
             def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
                 return launch(q, k, v, *_make_contiguous(*others[:2]), *others[2:])

@@ -127,7 +127,7 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
 #: the mean row has at most MERGED_MEAN_SEQLEN tokens, and `weight_rows` returns at least MANY_ROWS for
 #: the rows that `count_short_rows` estimates.
 MERGED_SEQLEN, MERGED_MEAN_SEQLEN, MANY_ROWS = 64, 96, 3000
-#: Beside a row of this length, sharing tiles of wide heads pays off only for more rows.
+#: In a batch with a row of this length, sharing tiles of wide heads pays off only for more rows.
 _MERGED_MAX_SEQLEN = 2048
 #: By the wider padded head_dim, half precision. A tile has MERGED_SEQLEN tokens of the rows that it
 #: cuts, and as many keys in forward and dq. Measured on an H200.
