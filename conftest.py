@@ -16,14 +16,13 @@ import pytest
 # JAX compiles every operation for every shape, which takes most of the time of the tests. Without
 # optimizations and fusions it takes half. `python -m scree_conformance` runs with optimizations.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-# XLA ends a process that sets a flag which it does not know, so this is set in the tested version only.
+# XLA ends a process with an unknown flag, so this flag is set for the tested version only.
 if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 # JAX writes the frames of the caller into every program, and the frames of pytest are many.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# Workers and later runs share what one has compiled, which is most of the rest. The cache knows the
-# versions and the flags.
+# Workers and later runs share compiled programs. The keys of the cache include versions and flags.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # JAX would take three quarters of a GPU's memory, which the workers share.
@@ -119,7 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep the modules and the tests out of garbage collections, which traverse millions of objects.
 
-    The collections of a test take up to an eighth of its time otherwise.
+    Otherwise the collections of a test take up to an eighth of its time.
     """
     gc.collect()
     gc.freeze()

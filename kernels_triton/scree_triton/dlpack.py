@@ -28,7 +28,7 @@ OPERATIONS = (
     "paged_attention", "rms_norm", "rope", "segment_arg", "segment_mean", "segment_reduce",
     "segment_scan", "softmax", "swiglu",
 )  # fmt: skip
-#: Layout -> the same layout in PyTorch, whose cache has the schedules of the kernels.
+#: Layout -> the same layout in PyTorch. Its cache has the tile schedules of the kernels.
 _layouts: WeakKeyDictionary[Layout, Layout] = WeakKeyDictionary()
 
 
@@ -37,7 +37,7 @@ class _State(threading.local):
     converted: Any = None
 
 
-#: The call that was accepted last by this thread, and the same call in PyTorch.
+#: The call that this thread accepted last, and the same call in PyTorch.
 _accepted = _State()
 
 
@@ -105,8 +105,10 @@ def run(name: str, call: Any) -> Any:
 
 
 def _layouts_of(call: Any) -> list[Layout]:
-    found = (getattr(call, name) for name in attributes_of(type(call)))
-    return [x.layout if isinstance(x, Array) else x for x in found if isinstance(x, Array | Layout)]
+    values = (getattr(call, name) for name in attributes_of(type(call)))
+    return [
+        x.layout if isinstance(x, Array) else x for x in values if isinstance(x, Array | Layout)
+    ]
 
 
 def _to_torch(call: Any) -> Any:

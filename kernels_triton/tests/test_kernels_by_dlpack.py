@@ -116,7 +116,7 @@ def test_other_libraries_and_dtypes_are_rejected_with_a_sentence():
     rejected = scree.explain("softmax", tensors).rejected["triton_dlpack"]
     assert rejected.startswith("the Triton kernels by DLPack take arrays of ")
     _, rows = rows_of(4)
-    halves = rows.with_values(rows.values.astype(np.complex64))
+    complexes = rows.with_values(rows.values.astype(np.complex64))
     xp = scree.namespace(rows)
-    assert scree.explain("sum", halves, axis=1).rejected["triton_dlpack"]
-    assert xp.sum(halves, axis=1).shape == (4, 4)
+    assert scree.explain("sum", complexes, axis=1).rejected["triton_dlpack"]
+    assert xp.sum(complexes, axis=1).shape == (4, 4)

@@ -18,9 +18,9 @@ from scree.ops.segment import safe_divide
 from .devices import rejects_arrays, rejects_partitioning
 from .operations import vary_alike
 
-#: Tokens per part at least, so that the products are efficient.
+#: The fewest tokens per part, so that the products are efficient.
 MIN_TOKENS = 1024
-#: Parts at most, unless a part would have more logits than `MAX_LOGITS`.
+#: The most parts, unless a part would have more logits than `MAX_LOGITS`.
 MAX_PARTS = 12
 MAX_LOGITS = 1 << 28
 DTYPES = ("float16", "bfloat16", "float32")
@@ -106,11 +106,11 @@ def _forward(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, tu
         return weight_grad + product, (loss, slope @ weight)
 
     zeros = jnp.zeros(weight.shape, jnp.float32)
-    (zeros, _) = vary_alike([zeros, weight])
+    zeros, _ = vary_alike([zeros, weight])
     parts = _split(static, x, targets)
     weight_grad, (losses, x_grad) = jax.lax.scan(run_part, zeros, parts)
     x_grad = x_grad.reshape(-1, x.shape[1])[: x.shape[0]]
-    # The dtype of the weight, which the residuals must not hold.
+    # The last residual has the dtype of the weight, because the weight itself must not be kept.
     return jnp.sum(losses), (x_grad, weight_grad, jnp.zeros((), weight.dtype))
 
 

@@ -54,8 +54,8 @@ def define_primitive(
 ) -> Primitive:
     """Return a primitive that runs `kernels` on CUDA, and `fallback` on all other platforms.
 
-    `fallback` runs on CUDA too if `kernels` raises, because a kernel does not compile. The primitives
-    of a forward and a backward pass of one kind of call then fall back together, in this order.
+    `fallback` runs on CUDA too if `kernels` raises, because a kernel does not compile. If the forward pass
+    of a kind of call falls back, its backward pass falls back too.
 
     Parameters
     ----------

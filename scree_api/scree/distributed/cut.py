@@ -304,7 +304,7 @@ class _Parts(NamedTuple):
     operation, options, kernel
         The attention operation, its options, and the provider that must run it or None.
     local
-        Layout of the tokens of this rank.
+        Layout of the tokens of this rank, or of the whole rows if the ranks exchange heads.
     queries, keys
         Layouts of the queries that see keys of other ranks, and of these keys.
     window

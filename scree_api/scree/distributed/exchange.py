@@ -8,10 +8,10 @@ import numpy as np
 
 #: Operations per second of attention, forward and backward, in half precision and in other dtypes.
 HALF_FLOPS, OTHER_FLOPS = 5e14, 6e13
-#: Bytes per second that a rank receives: with the copies before and after an exchange of heads, and in an
-#: exchange of keys.
+#: Bytes per second that a rank receives in an exchange of heads, including the copies before and after it,
+#: and in an exchange of keys.
 HEADS_BANDWIDTH, KEYS_BANDWIDTH = 1.2e11, 2e11
-#: Attention to keys of other ranks takes longer by this share than causal attention with as many pairs.
+#: Attention to keys of other ranks takes longer by this fraction than causal attention with as many pairs.
 REMOTE_LOSS = 0.1
 # All numbers were measured on two and on four H200, which NVLink connects.
 
@@ -62,24 +62,26 @@ def is_faster_by_heads(
         Whether the exchange of keys runs during attention to the keys of the rank.
     """
     left, right = window
-    others = (num_ranks - 1) / num_ranks
+    remote_fraction = (num_ranks - 1) / num_ranks
     # Pairs of query and key per row. A causal mask leaves half of them.
-    wide = lengths.astype(np.float64)
-    pairs = wide**2 / (2 if right == 0 else 1)
+    tokens = lengths.astype(np.float64)
+    pairs = tokens**2 / (2 if right == 0 else 1)
     # At most the tokens of the cut rows on other ranks, or the windows of the two chunks of a rank.
-    keys, remote = wide[is_cut] * others, pairs[is_cut] / num_ranks * others
+    keys = tokens[is_cut] * remote_fraction
+    remote_pairs = pairs[is_cut] / num_ranks * remote_fraction
     if left is not None and right is not None:
         reach = left + right
-        pairs = np.minimum(pairs, wide * (reach + 1))
-        keys, remote = np.minimum(keys, 2 * reach), np.minimum(remote, float(reach) ** 2)
+        pairs = np.minimum(pairs, tokens * (reach + 1))
+        keys = np.minimum(keys, 2 * reach)
+        remote_pairs = np.minimum(remote_pairs, float(reach) ** 2)
     flops = HALF_FLOPS if counts.itemsize == 2 else OTHER_FLOPS
-    # Forward 2, backward 5 operations per pair and number of a head.
+    # Per pair, head and element of a head: 2 operations in the forward pass, 5 in the backward pass.
     seconds_per_pair = 7 * counts.heads * counts.dims / flops
-    remote_seconds = remote.sum() * seconds_per_pair
+    remote_seconds = remote_pairs.sum() * seconds_per_pair
     local_seconds = pairs.sum() / num_ranks * seconds_per_pair - remote_seconds
     bytes_per_head = counts.dims * counts.itemsize
     key_seconds = 2 * keys.sum() * counts.kv_heads * bytes_per_head / KEYS_BANDWIDTH
     if overlaps:
         key_seconds = max(key_seconds - local_seconds, 0.0) + REMOTE_LOSS * remote_seconds
-    sent = wide.sum() / num_ranks * others * (counts.heads + counts.kv_heads)
-    return bool(2 * sent * bytes_per_head / HEADS_BANDWIDTH < key_seconds)
+    sent_heads = tokens.sum() / num_ranks * remote_fraction * (counts.heads + counts.kv_heads)
+    return bool(2 * sent_heads * bytes_per_head / HEADS_BANDWIDTH < key_seconds)

@@ -189,6 +189,8 @@ class TokenOrder(NamedTuple):
 class Parts(Protocol):
     """The attention that `Group.attend_to_parts` runs on own keys and on received keys.
 
+    `Group.attend_to_heads` runs it on whole rows, which count as own keys.
+
     q is (queries, num_heads, head_dim), k is (keys, num_kv_heads, head_dim) and v is (keys,
     num_kv_heads, value_dim). Outputs are (queries, num_heads, value_dim), and log-sum-exps are
     (queries, num_heads). `is_local` says whether the keys are own keys.
@@ -391,9 +393,10 @@ class _AttentionOfHeads(torch.autograd.Function):
 
 
 def _count_chunks(kv_heads: int, total: int) -> int:
-    """Return into how many chunks of heads an exchange is divided, for the key heads of a rank.
+    """Return into how many chunks an exchange divides the heads of a rank.
 
-    Each chunk has launches of its own, which short rows do not pay for.
+    The number of chunks divides `kv_heads`, the key heads of a rank. A batch of few tokens (`total`) has
+    one chunk, because the launches of more chunks would take longer than they save.
     """
     if total < MIN_CHUNKED_TOKENS:
         return 1
@@ -421,8 +424,8 @@ class _Swap(NamedTuple):
     def start_to_tokens(self, arrays: list[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
         """Start to exchange heads for tokens.
 
-        Return per chunk the tokens of all ranks, (tokens, width) with the heads of the arrays side by
-        side, and a handle.
+        Return per chunk the tokens of all ranks, and a handle. The tokens are (tokens, width), with the
+        heads of all arrays along the last axis.
         """
         counts, size = self.order.counts, self.group.size
         own = counts[self.group.rank]
@@ -445,7 +448,7 @@ class _Swap(NamedTuple):
     def start_to_heads(self, arrays: Any) -> tuple[torch.Tensor, Any]:
         """Start the inverse exchange for the heads (tokens, heads, dim) of one chunk.
 
-        Return (size, own tokens, width) and a handle.
+        Return the received heads, (ranks, tokens of this rank, width), and a handle.
         """
         counts, size = self.order.counts, self.group.size
         parts = [x.flatten(1).index_select(0, self.order.inverse) for x in arrays]

@@ -357,7 +357,7 @@ def linear_cross_entropy(
     max_logits
         Logits that may exist at a time, or None for the default. On a GPU more logits take less
         time: with enough for 1,024 tokens and for a twelfth of all tokens, a kernel with many
-        classes computes them once in place of twice.
+        classes computes them once instead of twice.
 
     Returns
     -------
