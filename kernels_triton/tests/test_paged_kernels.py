@@ -118,6 +118,20 @@ def test_paged_attention(name, dtype):
     check(got, queries, *rows, dtype, options)
 
 
+@pytest.mark.parametrize("starts", [(1, 0), (0, 1)])
+def test_paged_attention_strided_pages_at_any_address(starts):
+    """Calls with page numbers of equal strides are cached together, aligned or not."""
+    caches, table, lengths, rows = make_cache((300, 70), 16, 2, (16, 16), torch.float32)
+    q, queries = make_queries((1, 30), 4, 16, torch.float32)
+    for start in starts:
+        numbers = torch.zeros(2 * len(table.values) + 1, dtype=torch.int32, device=DEVICE)
+        strided = numbers[start::2][: len(table.values)]
+        strided.copy_(table.values)
+        pages = table.with_values(strided)
+        got = scree.paged_attention(q, *caches, pages, lengths, return_lse=True, kernel="triton")
+        check(got, queries, *rows, torch.float32, {})
+
+
 def test_lengths_of_many_rows_are_read_in_parts(monkeypatch):
     monkeypatch.setattr(paged, "_ROWS_AT_A_TIME", (16,))
     test_paged_attention("some rows", torch.float32)

@@ -906,8 +906,9 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             pages, page_offsets = page_table, None
         else:
             pages, page_offsets = page_table.values, page_table.offsets
-            # As in `_aligned`, without the host time of a function call.
-            if pages.data_ptr() % 16:
+            # As in `_aligned`, without the host time of a function call. `run` copies pages with strides:
+            # whether it does so is cached, so it must depend on the strides alone.
+            if pages.data_ptr() % 16 and pages.is_contiguous():
                 pages = pages.clone()
         are_aligned = (k_pages.data_ptr() | v_pages.data_ptr()) & 15 == 0
         key = is_float32 and allows_tf32(dtype), are_aligned
