@@ -573,7 +573,7 @@ def _forward_operator(
     layout = _layout(cu_q, cu_k, max_length)
     spec = AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
-    layout.cache[layout.schedule_key(False, q.shape[0], sizes.forward, spec)] = tiles, None
+    layout.cache[layout.schedule_key(q.shape[0], sizes.forward, spec)] = tiles, None
     config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
 
     @falls_back_to(lambda *args: _other_forward(config, layout, spec, *args))
@@ -612,8 +612,9 @@ def _backward_operator(
     layout = _layout(cu_q, cu_k, max_length)
     spec = AttentionSpec(left, right, scale, softcap, dropout)
     sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
-    layout.cache[layout.schedule_key(False, q.shape[0], sizes.dq, spec)] = query_tiles, None
-    layout.cache[layout.schedule_key(True, k.shape[0], sizes.dkdv, spec)] = key_tiles, None
+    layout.cache[layout.schedule_key(q.shape[0], sizes.dq, spec)] = query_tiles, None
+    key = layout.schedule_key(k.shape[0], sizes.dkdv, spec, is_of_keys=True)
+    layout.cache[key] = key_tiles, None
     config = get_launch_config(q, k, v, layout, spec, slope_axes(slopes))
 
     @falls_back_to(lambda *args: _other_backward(config, layout, spec, *args))

@@ -67,39 +67,51 @@ class VarlenLayout(NamedTuple):
     max_seqlen: int = UNBOUNDED
 
     def schedule_key(
-        self, of_keys: bool, total: int, tile_size: int, spec: AttentionSpec, rows: Rows = ALL_ROWS
+        self,
+        total: int,
+        tile_size: int,
+        spec: AttentionSpec,
+        rows: Rows = ALL_ROWS,
+        *,
+        is_of_keys: bool = False,
     ) -> tuple:
-        """Return the key of a schedule of key tiles, or of query tiles, in the cache.
+        """Return the key of a schedule of query tiles in the cache, or of key tiles if `is_of_keys`.
 
         For keys, the left and right sides of the window are swapped.
         """
-        window = (spec[1], spec[0]) if of_keys else (spec[0], spec[1])
-        return of_keys, id(self.cu_seqlens_k), total, tile_size, *window, *rows
+        window = (spec[1], spec[0]) if is_of_keys else (spec[0], spec[1])
+        return is_of_keys, id(self.cu_seqlens_k), total, tile_size, *window, *rows
 
     def query_tiles(
         self, total_q: int, block_m: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        return self._tiles(False, total_q, block_m, spec, rows)
+        return self._tiles(total_q, block_m, spec, rows)
 
     def key_tiles(
         self, total_k: int, block_n: int, spec: AttentionSpec, rows: Rows
     ) -> torch.Tensor:
         """Return the schedule of key tiles."""
-        # With the same merged rows, the schedule of the queries has the same groups; the window affects
-        # only their order.
-        are_shared = rows.merged and self.cu_seqlens_k is self.cu_seqlens_q
-        return self._tiles(not are_shared, total_k, block_n, spec, rows)
+        # If queries and keys have the same merged rows, the schedule of the queries has the same groups.
+        # The window affects only their order.
+        is_shared = rows.merged and self.cu_seqlens_k is self.cu_seqlens_q
+        return self._tiles(total_k, block_n, spec, rows, is_of_keys=not is_shared)
 
     def _tiles(
-        self, of_keys: bool, total: int, tile_size: int, spec: AttentionSpec, rows: Rows
+        self,
+        total: int,
+        tile_size: int,
+        spec: AttentionSpec,
+        rows: Rows,
+        *,
+        is_of_keys: bool = False,
     ) -> torch.Tensor:
-        key = self.schedule_key(of_keys, total, tile_size, spec, rows)
+        key = self.schedule_key(total, tile_size, spec, rows, is_of_keys=is_of_keys)
         cached = self.cache.get(key) if self.cache else None
         if cached:
             return cached[0]
         offsets = self.cu_seqlens_q, self.cu_seqlens_k
-        tiles = schedule_tiles(*(reversed(offsets) if of_keys else offsets), *key[2:])
+        tiles = schedule_tiles(*(reversed(offsets) if is_of_keys else offsets), *key[2:])
         if self.cache is not None:
             # The keys' offsets are kept with the schedule, so that no other object gets their id.
             same = self.cu_seqlens_k is self.cu_seqlens_q
