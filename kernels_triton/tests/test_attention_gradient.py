@@ -88,6 +88,21 @@ def test_attention_backward_prepares_the_launches_of_a_layout_once(monkeypatch):
         prepared.clear()
 
 
+def test_attention_backward_other_keys_in_one_cache_have_launches_of_their_own():
+    """A cache belongs to the rows of the queries, see `VarlenLayout`."""
+    cu = torch.tensor([0, 4, 21], dtype=torch.int32, device=DEVICE)
+    q, k, v, dout = (torch.randn(21, 2, 16, device=DEVICE) for _ in range(4))
+    spec, cache = make_spec(False, None, None, 0.2, None), {}
+    for middle in (17, 5):
+        other = torch.tensor([0, middle, 21], dtype=torch.int32, device=DEVICE)
+        grads = []
+        for kept in (cache, None):
+            layout = VarlenLayout(cu, other, kept, 17)
+            out, lse = interface.attention_forward(q, k, v, layout._replace(cache=None), spec)
+            grads.append(interface.attention_backward(dout, q, k, v, out, lse, layout, spec))
+        assert all(map(torch.equal, *grads))
+
+
 @pytest.mark.parametrize("keys", [[4, 40, 4], [9, 70, 30]])
 def test_keys_before_a_cut_have_a_window_without_right_bound(keys):
     """Query i sees the keys from i on: the first queries after a cut see keys before the cut."""

@@ -322,8 +322,9 @@ def attention_backward(
     """
     config = get_launch_config(q, k, v, layout, spec, 0)
     cache = {} if layout.cache is None else layout.cache
-    # Preparing launches takes longer than the launches.
-    key = "backward", config, q.shape[0], k.shape[0], spec
+    # Preparing launches takes longer than the launches. The prepared functions hold the offsets of the
+    # keys, so that no other object gets their id.
+    key = "backward", config, id(layout.cu_seqlens_k), q.shape[0], k.shape[0], spec
     if key not in cache:
         cache[key] = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
     run, other = cache[key]
