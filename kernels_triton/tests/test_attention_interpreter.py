@@ -544,6 +544,15 @@ def test_raise_head_count_ends_within_an_eighth_of_the_mean(pairs, heads):
     assert _simulate_heads(tiles, heads, count) <= 1.125
 
 
+@pytest.mark.parametrize("heads, group", [(12, 3), (40, 5), (48, 6)])
+def test_raise_head_count_keeps_heads_of_a_key_head_together(heads, group):
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    for length in (1000, 3000, 9000, 20_000):
+        works = [estimate_work(1, length, length, length, 128, spec)]
+        count = raise_head_count(heads, group, works, 132, length * 256 // group, group)
+        assert heads % count == 0 and count % group == 0
+
+
 def test_raise_head_count_many_rows_returns_count():
     spec = AttentionSpec(UNBOUNDED, 0, 1.0, 0.0)
     works = [estimate_work(64, 2048, 64 * 2048, 64 * 2048, 128, spec)]

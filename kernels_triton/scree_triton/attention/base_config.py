@@ -32,7 +32,7 @@ def count_heads_in_l2(heads: int, limit: int, group: int = 1) -> int:
 
 
 def raise_head_count(
-    heads: int, count: int, works: Sequence[KeyTileWork], ctas: int, numbers: int
+    heads: int, count: int, works: Sequence[KeyTileWork], ctas: int, numbers: int, group: int = 1
 ) -> int:
     """Return how many heads run concurrently: `count`, or more where the last heads would end late.
 
@@ -44,7 +44,7 @@ def raise_head_count(
     heads
         Number of heads; the result divides it.
     count
-        The number of heads by the L2 cache alone.
+        The number of heads by the L2 cache alone, see `count_heads_in_l2`.
     works
         Estimates of the work of one head.
     ctas
@@ -52,9 +52,11 @@ def raise_head_count(
     numbers
         Numbers in the keys and values of the longest row, per head. If all heads of a larger group do
         not fit into the L2 cache, the group stays smaller, unless it would end at twice the mean.
+    group
+        Number of adjacent heads that read the same keys; `count` and the result are multiples of it.
     """
     needed = max(work.longest * ctas / work.total for work in works)
-    for larger in range(count + 1, heads + 1):
+    for larger in range(count + group, heads + 1, group):
         if heads % larger == 0:
             fits = larger * numbers <= _L2_NUMBERS
             if count >= needed or not (fits or 2 * count <= needed):

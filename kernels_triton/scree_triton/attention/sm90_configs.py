@@ -242,9 +242,9 @@ class Sm90Config(LaunchConfig):
             for x in ((True,) if same_offsets else (True, False))
         ]
         numbers = min(max_seqlen, other_total) * (self.q.head_dim + self.v.head_dim)
-        if not by_keys:
-            numbers = numbers * self.k_heads // self.heads
-        return raise_head_count(heads, count, works, tile.ctas_per_sm * self.max_ctas, numbers)
+        group = 1 if by_keys else self.group
+        ctas = tile.ctas_per_sm * self.max_ctas
+        return raise_head_count(heads, count, works, ctas, numbers // group, group)
 
     def _sum_splits_launch(self, splits_per_khead: int) -> Launch:
         """Return the launch that sums dk and dv over so many splits per key head."""
