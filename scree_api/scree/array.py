@@ -149,7 +149,7 @@ class Array:
                 and shard_layout.cut.has_tokens(shard_layout, self.total_length)
             ):
                 self.__dict__["layout"] = shard_layout
-                return
+                return  # `shard` made these offsets, so they need no check
         host = self.layout.host_offsets
         if host is not None:
             self._check(host)

@@ -5,7 +5,7 @@ programs of `demo` name a library. A library that follows the standard and has n
 too, through `generic`.
 """
 
-# As functools does: `threading` takes longer to import than this module.
+# functools imports it from here too: importing `threading` takes longer than importing this module.
 from _thread import RLock
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext

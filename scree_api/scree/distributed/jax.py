@@ -98,7 +98,7 @@ class ShardCut(RowCut):
                 tokens[rank]
             )
             self.slots[index] = rank * self.capacity + np.arange(tokens[rank])
-        # Offsets of their own, because `SHARD_LAYOUTS` recognizes shards by their offsets.
+        # Shards have offsets of their own, because `SHARD_LAYOUTS` recognizes shards by their offsets.
         self._offsets = Layout.from_host_lengths(
             whole.backend, self.lengths, like=whole.offsets
         ).offsets
