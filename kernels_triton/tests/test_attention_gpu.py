@@ -189,7 +189,7 @@ def no_few_tiles(monkeypatch):
     """Let small batches take the tiles of large ones, which have few long rows at most."""
     from scree_triton.attention import launch_configs
 
-    monkeypatch.setattr(launch_configs, "few_queries", lambda head_dim: 0)
+    monkeypatch.setattr(launch_configs, "FEW_QUERIES", 0)
     monkeypatch.setattr(launch_configs, "SMALL_TILE_COST", 20)
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
 
