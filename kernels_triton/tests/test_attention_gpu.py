@@ -186,7 +186,7 @@ def share_tiles(monkeypatch):
 
 @pytest.fixture
 def no_few_tiles(monkeypatch):
-    """Let small batches take the tiles of large ones, which have few long rows at most."""
+    """Let small batches take the tiles of large batches."""
     from scree_triton.attention import launch_configs
 
     monkeypatch.setattr(launch_configs, "FEW_QUERIES", 0)
