@@ -270,6 +270,29 @@ def test_8_bit_caches(dtype, cache_dtype, widths, size):
     check(got, [row / size for row in queries], *rows, dtype, {})
 
 
+def test_8_bit_caches_at_any_address_load_pairs_from_even_ones(monkeypatch):
+    """Calls with caches of equal strides are cached together."""
+    caches, table, lengths, rows = make_cache((90, 64), 16, 2, (32, 32), FLOAT8[0])
+    q, queries = make_queries((1, 1), 4, 32, torch.float16)
+    select, has_pairs = paged._select, []
+
+    def record(*args):
+        config = select(*args)
+        has_pairs.append(config.shape.has_pairs)
+        return config
+
+    monkeypatch.setattr(paged, "_select", record)
+    for start in (2, 1, 4):
+        moved = []
+        for cache in caches:
+            memory = torch.zeros(cache.numel() + start, dtype=torch.uint8, device=DEVICE)
+            memory[start:] = cache.view(torch.uint8).flatten()
+            moved.append(memory[start:].view(cache.dtype).view(cache.shape))
+        got = scree.paged_attention(q, *moved, table, lengths, return_lse=True, kernel="triton")
+        check(got, queries, *rows, torch.float16, {})
+    assert has_pairs == [True, False, True]
+
+
 @pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_shared_pages_give_the_numbers_of_separate_pages(first, is_dense):

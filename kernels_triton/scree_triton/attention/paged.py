@@ -861,8 +861,9 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
     spec, has_slopes = _spec_of(call), call.alibi_slopes is not None
     has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
     kv_heads, dtype = call.k_pages.shape[2], call.q.values.dtype
-    # Whether products may use tf32, and whether TMA can address the caches -> function that runs calls.
-    prepared: dict[tuple[bool, bool], Callable[..., Any]] = {}
+    # Whether products may use tf32, and the caches' address modulo 16 -> function that runs calls. TMA
+    # needs a multiple of 16, and 8-bit numbers are loaded in pairs from even addresses.
+    prepared: dict[tuple[bool, int], Callable[..., Any]] = {}
     max_length, n = call.q.layout.max_length_bound, call.q.batch_size
     is_float32 = dtype == torch.float32
 
@@ -873,7 +874,7 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
         pages: torch.Tensor,
         page_offsets: torch.Tensor | None,
         kv_lengths: torch.Tensor,
-        key: tuple[bool, bool],
+        key: tuple[bool, int],
     ) -> Callable[..., Any]:
         used_pages, used_lengths = _make_contiguous(pages, kv_lengths)
         indices = used_pages, page_offsets, used_lengths, q.offsets
@@ -910,8 +911,8 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             # whether it does so is cached, so it must depend on the strides alone.
             if pages.data_ptr() % 16 and pages.is_contiguous():
                 pages = pages.clone()
-        are_aligned = (k_pages.data_ptr() | v_pages.data_ptr()) & 15 == 0
-        key = is_float32 and allows_tf32(dtype), are_aligned
+        address = (k_pages.data_ptr() | v_pages.data_ptr()) & 15
+        key = is_float32 and allows_tf32(dtype), address
         run = prepared.get(key) or prepare(
             q, (k_pages, v_pages), pages, page_offsets, kv_lengths, key
         )
