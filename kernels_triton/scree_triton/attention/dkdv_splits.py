@@ -11,7 +11,7 @@ from .tile_scheduler import UNBOUNDED
 _SPLIT_FLOPS, _SPLIT_BYTES, _SPLIT_SECONDS = 4.2e12, 2.5e12, 3e-6
 #: Seconds of a tile before and after its products, and queries per block.
 _TILE_SECONDS, _QUERY_BLOCK = 3e-6, 64
-#: Partial sums of more elements than q and the gradient of the output take at most so many bytes.
+#: The most bytes of partial sums, unless q and the gradient of the output have more elements.
 _MAX_SPLIT_BYTES = 1 << 30
 #: The fewest splits are chosen whose cost relative to the least cost is at most this.
 _TOLERANCE = 1.04

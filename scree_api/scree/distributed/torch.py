@@ -356,9 +356,10 @@ class _AttentionOfHeads(torch.autograd.Function):
             outputs.append(swap.start_to_heads([out]))
             saved += [own_q, own_k, own_v, out, lse]
         heads = shapes[0][0]
-        lses = [swap.start_to_heads([x[..., None]]) for x in saved[4::5] if return_lse]
+        own_lses = saved[4::5] if return_lse else []
+        lses = [swap.start_to_heads([x[..., None]]) for x in own_lses]
         (out,) = swap.finish(outputs, [(heads, v.shape[2])])
-        lse = swap.finish(lses, [(heads, 1)])[0][..., 0] if return_lse else None
+        lse = swap.finish(lses, [(heads, 1)])[0][..., 0] if lses else None
         ctx.save_for_backward(*saved)
         ctx.swap, ctx.parts, ctx.shapes = swap, parts, shapes
         ctx.set_materialize_grads(False)
