@@ -78,7 +78,8 @@ def _empty_kernel() -> float:
 def device_samples(thunk: Thunk) -> Iterator[float]:
     """Yield seconds of the device per call, with a cleared L2 cache.
 
-    A sample is discarded if the device stopped spinning before the host had launched the call.
+    A sample is discarded if the device stopped spinning before the host had launched the call, at most
+    five in a row.
     """
     # Spins have a fixed length, because another length compiles again.
     spin, discarded = MIN_SPIN, 0

@@ -1,7 +1,7 @@
-"""Norms and operations on rows in JAX: scree, and the same on tokens or padded batches by XLA.
+"""Norms and operations on rows in JAX: scree, and XLA on tokens or padded batches.
 
-The operations have the same names as on PyTorch, and the contenders have other names. So one table has
-the rows of both libraries.
+The operations have the same names as on PyTorch, and the contenders have other names. So one table holds
+the results of both libraries.
 """
 
 from __future__ import annotations

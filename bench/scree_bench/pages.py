@@ -371,9 +371,8 @@ def shards(runs: Sequence[Result]) -> Answer | None:
     )
     title = "Efficiency of a step of attention over several GPUs: right is better"
     picture = partial(_dots, groups=groups, title=title, limit="linear")
-    names = "Attention over several GPUs", "overview-shards"
     used = [r for r in chosen if any(_EFFICIENCY in row.values for row in r.rows)]
-    return Answer(names[0], text, table, (names[1], picture), used)
+    return Answer("Attention over several GPUs", text, table, ("overview-shards", picture), used)
 
 
 #: The value of a row that has the efficiency of a step.

@@ -498,7 +498,7 @@ def test_kernels_belong_to_parts_of_a_step(names, part):
 
 
 def test_times_of_parts_add_up_to_the_time_of_all_kernels():
-    from scree_bench.training.profile import IDLE, Kernel, share
+    from scree_bench.training.profile import IDLE, Kernel, seconds_per_part
 
     kernels = [
         Kernel("nvjet_tst_128x256", (), 1.0, 3.0),
@@ -508,8 +508,8 @@ def test_times_of_parts_add_up_to_the_time_of_all_kernels():
         Kernel("rms_norm_kernel", (), 5.0, 5.5),
     ]
     expected = {"matrix products": 2.0, "loss": 0.5, IDLE: 0.5, "optimizer": 2.0, "norms": 0.0}
-    assert share(reversed(kernels)) == pytest.approx(expected)
-    assert share([]) == {}
+    assert seconds_per_part(reversed(kernels)) == pytest.approx(expected)
+    assert seconds_per_part([]) == {}
 
 
 def test_ranges_and_calls_of_the_runtime_are_no_kernels():

@@ -125,9 +125,9 @@ def padded(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
 
 
 def padded_sorted(plan: Plan, rows: list[np.ndarray]) -> list[Part]:
-    """Return parts of documents of similar lengths, whose number costs the least.
+    """Return parts of documents of similar lengths that cost the least in all.
 
-    A part costs its tokens with padding, and `PART_TOKENS`.
+    The cost of a part is its number of tokens with padding, plus `PART_TOKENS`.
     """
     rows = sorted(rows, key=len, reverse=True)
     # The least cost of the first rows, and the row at which their last part begins.
@@ -167,7 +167,7 @@ def _padded_parts(groups: list[list[np.ndarray]]) -> list[Part]:
 # --- losses ---
 def ragged_loss(plan: Plan, head: Head) -> Loss:
     """Return the loss on scree; its own linear cross-entropy takes the place of `head`."""
-    # With them the loss computes logits once. For 1.2B, 2,048 tokens take 1% less time than 1,366.
+    # Enough logits to compute them once. For 1.2B, 2,048 tokens take 1% less time than 1,366.
     max_logits = plan.size.vocabulary * max(2048, -(-plan.total // 12))
 
     def loss(p: dict[str, Any], ids: Any, targets: Any, offsets: Any) -> Any:
@@ -348,7 +348,7 @@ def unavailable(form: Form, size: Size, device: str) -> str | None:
     if form.needs_cuda and device != "cuda":
         return "runs on CUDA devices only"
     if form.on_jax and size.positions:
-        return "is a Llama only"
+        return "trains Llama-like models only"
     absent = [module for module in form.modules if not importable(module)]
     if absent:
         return f"{' and '.join(absent)} cannot be imported"

@@ -180,14 +180,14 @@ class JaxTraining:
         return self._ends[end] - self._ends[start]
 
     def reset_peak(self) -> None:
-        """Do nothing: JAX counts the peak from the start."""
+        """Do nothing, because JAX counts the peak from its start."""
 
     def resume(self, folder: Path) -> tuple[list[float], float]:
-        """Raise: there are no checkpoints."""
+        """Raise `NotImplementedError`: JAX has no checkpoints here."""
         raise NotImplementedError("there are no checkpoints on JAX; run without --checkpoint")
 
     def save(self, folder: Path, losses: list[float], seconds: float) -> None:
-        """Raise: there are no checkpoints."""
+        """Raise `NotImplementedError`: JAX has no checkpoints here."""
         self.resume(folder)
 
     def peak_bytes(self) -> int | None:

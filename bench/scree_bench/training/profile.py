@@ -52,7 +52,7 @@ class Kernel(NamedTuple):
     end: float
 
 
-def share(kernels: Iterable[Kernel]) -> dict[str, float]:
+def seconds_per_part(kernels: Iterable[Kernel]) -> dict[str, float]:
     """Return the seconds of each part of a step, and the seconds in which no kernel runs.
 
     Kernels overlap where one waits on the device for the kernel before it. That time belongs to
@@ -86,7 +86,7 @@ def breakdown(training: Training) -> dict[str, float]:
             training.run()
         training.wait()
     if cuda:
-        seconds = share(device_kernels(profiler))
+        seconds = seconds_per_part(device_kernels(profiler))
     else:
         seconds = defaultdict(float)
         for event in profiler.events():
@@ -96,9 +96,10 @@ def breakdown(training: Training) -> dict[str, float]:
 
 
 def host_seconds(training: Training) -> list[float]:
-    """Return the seconds that the host takes to launch each of some steps, while it never waits.
+    """Return the seconds that the host takes to launch a step, for each of some steps.
 
-    On the CPU they are the seconds of the steps.
+    The device is idle when a step begins, and the host does not wait for it to end. On the CPU they are
+    the seconds of the steps.
     """
     seconds = []
     for _ in range(STEPS):
@@ -110,7 +111,7 @@ def host_seconds(training: Training) -> list[float]:
 
 
 def device_kernels(profiler: Any) -> Iterator[Kernel]:
-    """Yield what ran on the device, each kernel and each copy once."""
+    """Yield each kernel and each copy that ran on the device, once."""
     from torch.autograd import DeviceType
 
     operators, names = {}, set()
