@@ -385,7 +385,8 @@ def test_committed_results_are_valid_and_small():
     paths = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*-*.json"))
     assert paths
     for path in paths:
-        assert results.read(path).complete, path
+        result = results.read(path)
+        assert result.complete or result.left_out, path  # an interrupted run says what it lacks
         assert json.loads(path.read_text())["schema"] == results.SCHEMA, path
     assert sum(path.stat().st_size for path in paths) < 2.5e6
 

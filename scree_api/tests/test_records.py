@@ -1,8 +1,8 @@
-"""Records behave as frozen dataclasses with slots."""
+"""Records are dataclasses with slots."""
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError, field, fields, replace
+from dataclasses import field, fields, replace
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Point:
         object.__setattr__(self, "norm", self.x + self.y)
 
 
-def test_record_constructs_replaces_and_refuses_assignment() -> None:
+def test_record_constructs_copies_and_replaces() -> None:
     point = Point(1.0)
     assert (point.x, point.y, point.note, point.norm) == (1.0, 2.0, "none", 3.0)
     assert replace(point, y=5.0).norm == 6.0
@@ -33,10 +33,6 @@ def test_record_constructs_replaces_and_refuses_assignment() -> None:
     for wrong in ({}, {"x": 1.0, "note": "a"}, {"x": 1.0, "z": 2.0}):
         with pytest.raises(TypeError, match="__init__"):
             Point(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(FrozenInstanceError, match="'y'"):
-        point.y = 1.0  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError, match="'y'"):
-        del point.y
 
 
 def test_record_is_traced_by_the_compiler_of_pytorch() -> None:

@@ -430,7 +430,6 @@ class _LaunchConfig:
 
         @cache
         def prefill_launch(parts: int) -> Launch:
-            prefill_unwritten = unwritten if parts > 1 else (*unwritten, "PARTIAL")
             if sm90 is None:
                 cut = dict(PARTS=parts) | min_part | dict(SAME_STRIDES=shape.has_same_strides)
                 return Launch(
@@ -438,7 +437,7 @@ class _LaunchConfig:
                     heads | dims | tiles | options | cut | last,
                     dict(num_warps=prefill.num_warps, num_stages=prefill.num_stages),
                     args=PrefillArgs,
-                    unwritten=prefill_unwritten,
+                    unwritten=unwritten if parts > 1 else (*unwritten, "PARTIAL"),
                 )
             from .paged_sm90 import paged_prefill_sm90_kernel
 
@@ -456,7 +455,7 @@ class _LaunchConfig:
                 dict(num_warps=4, maxnreg=512 // (consumers + 1) // 8 * 8),
                 (box, box),
                 args=PrefillSm90Args,
-                unwritten=prefill_unwritten,
+                unwritten=unwritten,
             )
 
         self.prefill_launch = prefill_launch
@@ -599,6 +598,7 @@ class _LaunchConfig:
             capacity=capacity,
             **combined,
         )
+        is_sm90 = self.sm90_tile is not None
         launch_decode = bind_launches(_PARAMETERS, decode, combine)
         launch_prefill = bind_launches(
             _PARAMETERS, *((prefill, combine_prefill) if prefill_size else (prefill,))
@@ -621,8 +621,10 @@ class _LaunchConfig:
             others = slopes, k_scale, v_scale
             partial = new(*partial_spec)
             if prefill_programs:
-                # Without parts, the kernel does not read the pointer, which must have its type.
-                cut = new((prefill_size,), (1,), torch.float32) if prefill_size else partial
+                # Without parts, the kernels use no pointer. The kernel for Hopper needs its type.
+                cut = partial if is_sm90 else q
+                if prefill_size:
+                    cut = new((prefill_size,), (1,), torch.float32)
                 launch_prefill(q, k, v, pages, kv_lengths, out, lse, cut, *others)
             launch_decode(q, k, v, pages, kv_lengths, out, lse, partial, *others)
             return out, lse
