@@ -77,7 +77,7 @@ class Operation:
     name
         The name for `scree.register_kernel`.
     record
-        The call record: a frozen dataclass whose constructor validates the arguments.
+        The call record: a `records.record` whose constructor validates the arguments.
     kernels
         All kernels in the order in which they are asked. The list is never changed; a registration
         makes a new one, so that the call cache can compare it by identity.
@@ -274,7 +274,7 @@ def define_operation(
     name
         The operation's name, which `scree.register_kernel` takes.
     record
-        The call record: a frozen dataclass with the field names of the public signature, whose
+        The call record: a `records.record` with the field names of the public signature, whose
         constructor validates.
     internal
         True for an operation that only prepares a layout for another one.
