@@ -3,6 +3,7 @@
 DDP and FSDP2 train on ragged batches as one process does, and find the tensors inside of them.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def work(rank: int, folder: Path) -> None:
         }
         torch.save((whole, seen), folder / f"{name}-{rank}.pt")
     dist.destroy_process_group()
+    # Without this, a thread of PyTorch that calls Python while the interpreter ends aborts the process.
+    os._exit(0)
 
 
 @pytest.fixture(scope="module")
