@@ -44,9 +44,15 @@ def _contenders(
 
 # --- norms ---
 def norm(
-    name: str, rows: scree.Array, leaves: Sequence[Any], traffic: tuple[float, float, float]
+    name: str,
+    ours: Callable[[str | None], Function],
+    leaves: Sequence[Any],
+    traffic: tuple[float, float, float],
 ) -> Operation:
-    """Return the operation of `commands.norms` with this name on (tokens, width) and weights."""
+    """Return the operation of `commands.norms` with this name on (tokens, width) and weights.
+
+    `ours` returns scree's function for a kernel.
+    """
     import jax.numpy as jnp
 
     def plain(x: Any, w: Any, other: Any = None) -> Any:
@@ -57,19 +63,6 @@ def norm(
         y = y / jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + EPS) * w
         y = (y + other if name == "layer_norm" else y).astype(x.dtype)
         return (y, total) if name == "rms_norm of a sum" else y
-
-    def ours(kernel: str | None) -> Function:
-        def run(x: Any, w: Any, other: Any = None) -> Any:
-            arr = rows.with_values(x)
-            if name == "layer_norm":
-                return scree.layer_norm(arr, w, other, eps=EPS, kernel=kernel).values
-            if name == "rms_norm":
-                return scree.rms_norm(arr, w, eps=EPS, kernel=kernel).values
-            residual = arr.with_values(other)
-            results = scree.rms_norm(arr, w, residual=residual, eps=EPS, kernel=kernel)
-            return tuple(x.values for x in results)
-
-        return run
 
     def reference() -> Any:
         x, w, *others = (np.asarray(x, np.float64) for x in leaves)

@@ -81,26 +81,30 @@ NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
 }
 
 
+def scree_norm(name: str, rows: scree.Array, kernel: str | None) -> Function:
+    """Return the norm of scree on tokens with the layout of `rows`; the norm of a sum returns the sum too."""
+
+    def run(x: Any, w: Any, other: Any = None) -> Any:
+        arr = rows.with_values(x)
+        if name == "layer_norm":
+            return scree.layer_norm(arr, w, other, eps=EPS, kernel=kernel).values
+        if name == "rms_norm":
+            return scree.rms_norm(arr, w, eps=EPS, kernel=kernel).values
+        normed, total = scree.rms_norm(
+            arr, w, residual=arr.with_values(other), eps=EPS, kernel=kernel
+        )
+        return normed.values, total.values
+
+    return run
+
+
 def functions(
     session: Session, lib: MeasuredLibrary, name: str, dtype: str, rows: scree.Array
 ) -> dict[str, Function]:
     """Return the norm of each contender by name; the norm of a sum returns the sum too."""
     import torch.nn.functional as F  # noqa: N812
 
-    def ours(kernel: str | None) -> Function:
-        def run(x: Any, w: Any, other: Any = None) -> Any:
-            arr = rows.with_values(x)
-            if name == "layer_norm":
-                return scree.layer_norm(arr, w, other, eps=EPS, kernel=kernel).values
-            if name == "rms_norm":
-                return scree.rms_norm(arr, w, eps=EPS, kernel=kernel).values
-            normed, total = scree.rms_norm(
-                arr, w, residual=arr.with_values(other), eps=EPS, kernel=kernel
-            )
-            return normed.values, total.values
-
-        return run
-
+    ours = partial(scree_norm, name, rows)
     eager = NORMS[name][0](F)
     by_name = {"scree": ours(None), "torch": eager}
     if session.device == "cuda":  # elsewhere scree takes the standard path anyway
@@ -185,7 +189,7 @@ def _operation(
     size = float(tokens * width * x.dtype.itemsize)
     traffic = forward * size, backward * size, (forward + backward) * size
     if lib.name == "jax":
-        return jax_operations.norm(name, rows, leaves, traffic)
+        return jax_operations.norm(name, partial(scree_norm, name, rows), leaves, traffic)
 
     import torch.nn.functional as F  # noqa: N812
 
