@@ -15,6 +15,7 @@ import numpy as np
 
 from scree import Array
 from scree.backends import backend, is_array
+from scree.dispatch.operation import OBSERVERS
 from scree.layout import Layout
 
 from . import KERNELS
@@ -37,7 +38,7 @@ class _State(threading.local):
     converted: Any = None
 
 
-#: The call that this thread accepted last, and the same call in PyTorch.
+#: The call that this thread accepted and will run next, and the same call in PyTorch.
 _accepted = _State()
 
 
@@ -78,7 +79,8 @@ def rejects(name: str, call: Any) -> str | None:
         return "the Triton kernels by DLPack take no shards"
     module = import_module(f".{entry.module}", __package__)
     reason: str | None = rejects_device(entry.values(converted).device) or module.rejects(converted)
-    if reason is None:
+    # `scree.explain` selects a kernel and does not run it, so nothing would release the arrays.
+    if reason is None and threading.get_ident() not in OBSERVERS:
         _accepted.call, _accepted.converted = call, converted
     return reason
 

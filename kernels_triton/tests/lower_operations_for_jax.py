@@ -214,8 +214,9 @@ def check_kernels_that_do_not_compile():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "triton_kernel_call_ffi" not in text
     assert sum("a register is missing" in str(x.message) for x in caught) == 1
-    rows = scree.Array(x, offsets, max_length=130)
-    for name, *arguments in (("rms_norm", rows, w), ("softmax", rows)):
+    # Calls with another number of tokens are not tried again.
+    fewer = scree.Array(x[:-7], offsets[:-1], max_length=130)
+    for name, *arguments in (("rms_norm", fewer, w), ("softmax", fewer)):
         reason = scree.explain(name, *arguments).rejected["triton_jax"]
         assert "RuntimeError: a register is missing" in reason, reason
 

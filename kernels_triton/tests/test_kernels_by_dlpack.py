@@ -120,3 +120,11 @@ def test_other_libraries_and_dtypes_are_rejected_with_a_sentence():
     xp = scree.namespace(rows)
     assert scree.explain("sum", complexes, axis=1).rejected["triton_dlpack"]
     assert xp.sum(complexes, axis=1).shape == (4, 4)
+
+
+def test_explain_and_calls_keep_no_arrays():
+    _, rows = rows_of(6)
+    scree.explain("softmax", rows)
+    assert dlpack._accepted.call is dlpack._accepted.converted is None
+    scree.softmax(rows, kernel="triton_dlpack")
+    assert dlpack._accepted.call is dlpack._accepted.converted is None
