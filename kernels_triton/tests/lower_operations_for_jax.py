@@ -20,11 +20,9 @@ import scree_triton.jax
 from scree_triton.jax import devices, operations
 from scree_triton.runtime.device import Device, describe_meta
 
-#: Case -> kernels of its gradient. XLA computes the forward pass of norms without a residual, and of swiglu.
+#: Case -> kernels of its gradient.
 KERNELS = {
-    "rms_norm": ["norm_backward_kernel", "norm_add_kernel"],
-    "rms_norm of a sum": ["norm_forward_kernel", "norm_backward_kernel", "norm_add_kernel"],
-    "swiglu": ["swiglu_kernel"],
+    "rms_norm": ["norm_forward_kernel", "norm_backward_kernel", "norm_add_kernel"],
     "rope, queries and keys": ["rope_kernel"] * 2,
     "softmax": ["segment_wide_partition_kernel"] * 2,
     "sum of scalars": [
@@ -192,7 +190,7 @@ def check_automatic_partitioning():
     x = x[: x.shape[0] // 2 * 2]
     split = jax.NamedSharding(Mesh(np.array(jax.devices()), "tokens"), PartitionSpec("tokens"))
     for y, has_kernels in ((x, True), (jax.device_put(x, split), False)):
-        traced = jax.jit(lambda x: scree.rms_norm(x, residual=x, kernel="triton_jax")).trace(y)
+        traced = jax.jit(lambda x: scree.rms_norm(x, kernel="triton_jax")).trace(y)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             text = traced.lower(lowering_platforms=("cuda",)).as_text()

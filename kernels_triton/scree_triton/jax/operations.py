@@ -49,17 +49,6 @@ class Entry(NamedTuple):
     The gradient of the replacement is the gradient of the first array. Backward kernels that do not read
     the first array need it. None if the gradient does not depend on the first array.
     """
-    is_forward_by_xla: Callable[[Any], bool] = lambda call: False
-    """Function of a call that returns whether XLA computes the forward pass.
-
-    It is true where one loop of XLA computes all results. Such a loop moves no more bytes than the
-    kernel, and XLA fuses it with the functions before and after it, which it cannot do with a kernel.
-    """
-
-
-def _has_no_residual(call: Any) -> bool:
-    # XLA computes the norm and the sum in two loops, which both read the two arrays.
-    return call.residual is None
 
 
 #: The most signatures in each cache: each number of tokens is another signature. Recording a program again
@@ -71,19 +60,17 @@ TABLE: dict[str, Entry] = {
     "cross_entropy": Entry(),
     "grouped_matmul": Entry(),
     # With a residual the second result is the sum that is normalized. The norms read the sum only.
-    "layer_norm": Entry(
-        first_array=lambda results: results[-1], is_forward_by_xla=_has_no_residual
-    ),
+    "layer_norm": Entry(first_array=lambda results: results[-1]),
     "log_softmax": Entry(first_array=lambda results: results[0]),
     "logsumexp": Entry(),
     "paged_attention": Entry(has_gradient=False),
-    "rms_norm": Entry(first_array=lambda results: results[-1], is_forward_by_xla=_has_no_residual),
+    "rms_norm": Entry(first_array=lambda results: results[-1]),
     "rope": Entry(),
     "segment_mean": Entry(),
     "segment_reduce": Entry(),
     "segment_scan": Entry(),
     "softmax": Entry(first_array=lambda results: jnp.log(results[0])),
-    "swiglu": Entry(is_forward_by_xla=lambda call: True),
+    "swiglu": Entry(),
 }
 
 
@@ -383,9 +370,7 @@ def _forward_types(first: Any, *_: Any, static: _Static) -> list[Any]:
 
 
 def _forward_kernels(*arrays: Any, static: _Static) -> list[Any]:
-    signature, program = static.signature, static.program
-    if TABLE[signature.operation].is_forward_by_xla(_join(signature, arrays)):
-        return _forward_standard(*arrays, static=static)
+    program = static.program
     results = [*program.results, *program.residuals]
     return run_recording(
         program.forward, capability(), list(zip(program.inputs, arrays, strict=True)), results
