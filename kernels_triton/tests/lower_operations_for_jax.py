@@ -4,6 +4,7 @@ The kernels are compiled for compute capability 9.0, but do not run. On the CPU 
 the standard implementations, from the arrays that the backward kernels read.
 """
 
+import re
 import warnings
 from functools import partial
 from unittest.mock import patch
@@ -41,6 +42,8 @@ KERNELS = {
         "cross_entropy_tokens_kernel",
     ],
 }  # fmt: skip
+#: Cases whose lowered functions contain nothing besides launches and the memory of results.
+ONLY_LAUNCHES = ("rms_norm", "swiglu", "rope", "softmax", "max", "logsumexp")
 #: Cases whose gradients the standard implementation computes from fewer arrays.
 ON_CPU = ("layer_norm of a sum, one bias", "log_softmax", "mean", "rope")
 
@@ -68,6 +71,18 @@ def check_launches(name, expected):
     traced = jax.jit(gradient_of(case)).trace(*inputs_of(case, jnp.bfloat16))
     names = check_parameters(traced.lower(lowering_platforms=("cuda",)).as_text())
     assert names == expected, (name, names)
+
+
+def check_only_launches(name):
+    """Arrays are not copied, converted or transposed around a launch."""
+    case = CASES[name]
+
+    def run(offsets, x, *others):
+        return case.run(scree.Array(x, offsets, max_length=max(case.lengths)), *others)
+
+    text = jax.jit(run).trace(*inputs_of(case, jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+    operations = set(re.findall(r"= stablehlo\.(\w+)", text.as_text()))
+    assert operations == {"custom_call"}, (name, operations)
 
 
 def check_decoding():
@@ -254,6 +269,8 @@ def main():
     with patch.object(jax, "device_count", lambda: 1):
         for name, kernels in KERNELS.items():
             check_launches(name, kernels)
+        for name in ONLY_LAUNCHES:
+            check_only_launches(name)
         check_decoding()
         check_prefill()
         for name in ON_CPU:
