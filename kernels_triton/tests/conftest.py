@@ -55,18 +55,14 @@ def patch_language_once() -> None:
     interpreter._patch_lang = patch_missing
 
 
-# A kernel is compiled or interpreted depending on the switch at the time of its import.
+# A kernel is compiled or interpreted depending on the switch at the time of its import. No test module
+# sets the switch: a later module whose import loads a library would register the kernels for all tests.
 if find_spec("triton") and not gpu():
     os.environ[SWITCH] = "1"
     patch_language_once()
     for module in {entry.module for entry in scree_triton.KERNELS.values()}:
         importlib.import_module(f"scree_triton.{module}")
     del os.environ[SWITCH]
-
-
-def pytest_collection_finish():
-    if find_spec("triton") and not gpu():
-        os.environ.pop(SWITCH, None)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,5 @@
 """DTensor: operators run on the shards of two processes, with the results of one."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -10,9 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import scree
 
