@@ -113,6 +113,10 @@ def run_all(rank, port, failures):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import implicit_replication
 
+    if DEVICE == "cpu":
+        from fast_interpreter import speed_up_interpreter
+
+        speed_up_interpreter()
     scree.namespace(torch.zeros(1))
     address = f"tcp://localhost:{port}"
     if DEVICE == "cuda":
