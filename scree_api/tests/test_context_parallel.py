@@ -4,7 +4,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from processes import TIMEOUT, run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import scree
@@ -377,15 +377,11 @@ def check_death(mesh: Any, rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         scree.attention(x, x, x, causal=True)
-    assert time.monotonic() - start < 60, "the time-out of the process group"
+    assert time.monotonic() - start < TIMEOUT, "the time-out of the process group"
 
 
 def work(rank: int, folder: Path) -> None:
     """Run the checks in one of the processes, on groups of 4, 3 and 2 of them."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 4)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
     groups = [mesh.get_group(), *(dist.new_group(list(range(size))) for size in (3, 2))]
     for i, group in enumerate(groups):
@@ -404,7 +400,7 @@ def work(rank: int, folder: Path) -> None:
 
 
 def test_shards_have_the_results_and_gradients_of_whole_rows(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (tmp_path,), 4)
+    run_ranks(work, 4, tmp_path)
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1", "done-2"}
 
 
