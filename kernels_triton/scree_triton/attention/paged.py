@@ -973,6 +973,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_float32(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x
     return x.to(torch.float32).contiguous()
 
 
