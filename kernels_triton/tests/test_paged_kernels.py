@@ -159,7 +159,8 @@ def test_parts_are_combined_by_the_last_cta_or_a_kernel(
 ):
     """Whoever combines them, the counters are 0 after a call, and repeated calls have equal bits."""
     monkeypatch.setattr(paged, "_MIN_UNITS", min_units)
-    monkeypatch.setattr(paged, "_MAX_FUSED", max_fused)
+    for name in ("_MAX_FUSED_OF_FEW", "_MAX_FUSED_OF_MANY"):
+        monkeypatch.setattr(paged, name, max_fused)
     monkeypatch.setattr(paged, "_MAX_COMBINED", 1 << 10)  # several queries and parts at a time
     caches, table, lengths, rows = make_cache(kv_lengths, 16, kv_heads, (dim, dim), torch.float32)
     q, queries = make_queries((1,) * len(kv_lengths), heads, dim, torch.float32)

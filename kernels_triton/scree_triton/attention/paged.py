@@ -46,13 +46,13 @@ _FEW_ROWS = 8
 #: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
 _ROWS_AT_A_TIME = (1, 16, 64, 256, 1024)
 #: The fewest units of a CTA of `decode_kernel` that is not idle.
-_MIN_UNITS = 4
+_MIN_UNITS = 1
 #: Rows up to which a CTA of `combine_kernel` has one query of a row, parts that it loads at a time for
 #: these rows and for more, and elements at most.
 _FEW_COMBINED_ROWS, _PARTS_OF_FEW, _PARTS_OF_MANY, _MAX_COMBINED = 16, 64, 8, 1 << 13
-#: The most elements of a row's partial results that the last CTA of the row combines. With more,
-#: `combine_kernel` is faster, as it has several CTAs per row.
-_MAX_FUSED = 1 << 17
+#: The most elements of a row's partial results that the last CTA of the row combines, for few rows and
+#: for many. With more, `combine_kernel` is faster, as it has several CTAs per row.
+_MAX_FUSED_OF_FEW, _MAX_FUSED_OF_MANY = 0, 1 << 17
 
 
 class _Tile(NamedTuple):
@@ -379,7 +379,8 @@ class _LaunchConfig:
         self.is_fused = (
             not self.split
             and self.ctas <= MAX_COUNTERS
-            and self.slots * combined * block_dv <= _MAX_FUSED
+            and self.slots * combined * block_dv
+            <= (_MAX_FUSED_OF_MANY if shape.shares_heads else _MAX_FUSED_OF_FEW)
         )
         fused = dict(USED=self.used, TILE=1, PARTS=0)
         if self.is_fused:
