@@ -7,8 +7,9 @@ So nothing is planned on the host, and a CUDA graph stays right when the lengths
 `decode_kernel` has a fixed number of CTAs per key head. The keys of all rows, in blocks of BLOCK_N,
 are one sequence of units, of which every CTA takes an equal share. A CTA stores the result of a row
 that it holds completely, and partial results of its first and its last row otherwise.
-`combine_kernel` adds them up by their log-sum-exp. This is stream-K (Osama et al., 2023,
-arXiv:2301.03598) for the split keys of FlashDecoding (Dao et al., 2023).
+The CTA that ends last, or `combine_kernel`, adds them up by their log-sum-exp. This is stream-K (Osama
+et al., 2023, arXiv:2301.03598) for the split keys of FlashDecoding (Dao et al., 2023). The lengths must
+not change during a launch: then the counts of parts would differ, and stay wrong.
 
 `prefill_kernel` has one CTA per tile of queries and key head, or PARTS of them if that leaves most
 of the device idle. `combine_prefill_kernel` adds up their parts.
