@@ -193,9 +193,10 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         if alibi_slopes is not None or seed is not None:
             slopes, seeds = _kernel_slopes(alibi_slopes, layout), as_arguments(seed)
             constants = *constants[:2], slopes, seeds, return_lse
-        if needs_grad and torch.is_grad_enabled():
-            apply = _apply if _is_transformed() else _apply_in_c
-            out = apply(q_values, k_values, v_values, constants)
+        if needs_grad and _is_grad_enabled():
+            # No transform of `torch.func` is active: `rejects` and the guards of the call cache reject
+            # such calls.
+            out = _apply_in_c(q_values, k_values, v_values, constants)
             if not return_lse:
                 return _from_layout(out, layout)
             out, lse = out
@@ -484,8 +485,8 @@ _gradient_without_derivative = torch.autograd.function.once_differentiable(_atte
 _differentiable_attention = differentiable(
     "Attention", _record_attention, _attention_gradient, second_derivative="own"
 )
-_apply, _apply_in_c = _differentiable_attention.apply, _differentiable_attention.apply_in_c
-_is_transformed = torch._C._are_functorch_transforms_active
+_apply_in_c = _differentiable_attention.apply_in_c
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _traced(

@@ -218,12 +218,13 @@ def paged_attention(
             numbers, second = page_table.values, page_table.layout
         if second is not q.layout:
             key = "paged_attention", causal, window, scale, softcap, split_size, return_lse, kernel
-            run = _paged_attention.recall(
-                q.layout, key, q.values, k_pages, v_pages, numbers, kv_lengths, second=second
-            )
-            if run is not None:
+            for entry in _paged_attention.recall(q.layout, key, second):
+                if entry.kernels is not _paged_attention.kernels or not entry.guard(
+                    q.values, k_pages, v_pages, numbers, kv_lengths
+                ):
+                    continue
                 try:
-                    return run(
+                    return entry.run(
                         q=q,
                         k_pages=k_pages,
                         v_pages=v_pages,
@@ -234,7 +235,7 @@ def paged_attention(
                         v_scale=None,
                     )
                 except KernelUnavailableError:
-                    pass  # the validation selects a kernel again
+                    break  # the validation selects a kernel again
     arrays = {
         "q": q,
         "k_pages": k_pages,
