@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import scree
 from scree.dispatch import call_cache, registry
 from scree.dispatch.operation import OPERATIONS
 from scree.layout import MAX_PAIR_CACHES
+from scree.ops.attention import AttentionCall
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +121,51 @@ def test_make_guard_distinguishes_arrays_by_host_metadata(
     assert not any(same(x, other) or same(other, x) for other in others)
     twice = make_guard([x, x])
     assert twice(x, x) and twice(y, x) and not twice(x, x.double())
+
+
+@pytest.mark.parametrize("is_same_array", [True, False])
+def test_guards_of_torch_reject_every_call_under_a_transform(is_same_array: bool) -> None:
+    from scree.backends import torch as library
+
+    x, answers = torch.randn(4, 6), []
+    y = x if is_same_array else torch.randn(4, 6)
+    make_guard = library.BACKEND.make_guard
+    assert make_guard is not None
+    guard = make_guard([x, y])
+    assert guard is not None and guard(x, y)
+
+    def ask(z: torch.Tensor) -> torch.Tensor:
+        answers.extend([guard(x, y), guard(z, y)])
+        return z.sum()
+
+    torch.func.grad(ask)(x)
+    torch.func.vmap(ask)(x[None])
+    torch.func.jvp(ask, (x,), (x,))
+    assert answers == [False] * 6
+    assert guard(x, y)
+
+
+class Passive(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [
+    Passive, lambda: FakeTensorMode(allow_non_fake_inputs=True), lambda: FlopCounterMode(display=False)
+])  # fmt: skip
+def test_prepared_kernel_does_not_run_under_a_dispatch_mode(
+    asked: list[Any], mode: Callable[[], Any]
+) -> None:
+    q = rows([0, 2, 5])
+    k, v = like(q), like(q)
+    for _ in range(2):
+        scree.attention(q, k, v)
+    assert len(asked) == 1
+    with mode():
+        assert isinstance(scree.attention(q, k, v), AttentionCall)
+    assert len(asked) == 2
+    scree.attention(q, k, v)
+    assert len(asked) == 2
 
 
 def test_wrong_arguments_after_a_cached_call_raise(asked: list[Any]) -> None:

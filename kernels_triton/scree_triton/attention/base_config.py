@@ -9,7 +9,7 @@ import torch
 
 from ..runtime.launch import contiguous, empty, on_device
 from .dkdv_splits import KeyTileWork
-from .metadata import ALL_ROWS, AttentionSpec, HeadLayout, VarlenLayout, as_arguments
+from .metadata import ALL_ROWS, AttentionSpec, HeadLayout, VarlenLayout
 from .tile_configs import FEW_QUERIES
 from .tile_scheduler import max_tiles
 
@@ -152,7 +152,7 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output (total_q, heads, head_dim_v) and the log-sum-exp (heads, total_q)."""
         run = self.prepare_forward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes, *as_arguments(seed))  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, seed)  # type: ignore[no-any-return]
 
     def prepare_forward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -167,9 +167,13 @@ class LaunchConfig:
         launch = self._forward(layout, total_q, total_k, spec) if total_q > 0 else lambda *_: None
         next_counter = self.next_counter
 
-        def run(q, k, v, slopes, *seed):
+        # Parameters such as `*seed` would take host time at every call.
+        def run(q, k, v, slopes, seed=None):
             out, lse = new_out(), new_lse()
-            launch(q, k, v, slopes, out, lse, next_counter(), *seed)
+            if seed is None:
+                launch(q, k, v, slopes, out, lse, next_counter())
+            else:
+                launch(q, k, v, slopes, out, lse, next_counter(), seed)
             return out, lse
 
         return on_device(self.index, run)
@@ -190,7 +194,7 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v, contiguous; dlse has the shape of lse."""
         run = self.prepare_backward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes, out, lse, dout, dlse, *as_arguments(seed))  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, out, lse, dout, dlse, seed)  # type: ignore[no-any-return]
 
     def prepare_backward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -219,7 +223,7 @@ class LaunchConfig:
                 launches[key] = prepare(*strides)
             return dout, launches[key]
 
-        def run(q, k, v, slopes, out, lse, dout, dlse, *seed):
+        def run(q, k, v, slopes, out, lse, dout, dlse, seed=None):
             if dout is None:
                 dout = torch.zeros_like(out)
             key = dout.stride(), None if dlse is None else dlse.stride(), dout.data_ptr() & 15
@@ -228,7 +232,10 @@ class LaunchConfig:
                 dout, launch = copy_or_prepare(dout, dlse)
             dq, dk, dv, stats = new_dq(), new_dk(), new_dv(), new_stats()
             count = next_counter()
-            launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, *seed)
+            if seed is None:
+                launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count)
+            else:
+                launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv, count, seed)
             return dq, dk, dv
 
         return on_device(self.index, run)

@@ -31,7 +31,6 @@ from .metadata import (
     HeadLayout,
     VarlenLayout,
     allows_tf32,
-    as_arguments,
     is_tma_addressable,
     is_tma_aligned,
     slope_axes,
@@ -133,8 +132,11 @@ def run(call: Any) -> Any:
     """
     q, k, v = call.q, call.k, call.v
     if not uses_operators(q.values, k.values, v.values):
+        arrays = dict(q=q, k=k, v=v, alibi_slopes=call.alibi_slopes)
+        if call.seed is not None:
+            arrays["seed"] = call.seed
         try:
-            return prepare_run(call)(q, k, v, call.alibi_slopes, *as_arguments(call.seed))
+            return prepare_run(call)(**arrays)
         except KernelUnavailableError as error:
             values = q.values, k.values, v.values
             max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
@@ -143,7 +145,7 @@ def run(call: Any) -> Any:
             if not replace_by_portable_config(*values, rows, call_spec(call), alibi):
                 raise
             record_replacement(__name__, {q.dtype}, str(error))
-        return prepare_run(call)(q, k, v, call.alibi_slopes, *as_arguments(call.seed))
+        return prepare_run(call)(**arrays)
     out, lse = _traced(
         q.values,
         k.values,
@@ -177,7 +179,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         total_q, total_k = values[0].shape[0], values[1].shape[0]
         forward = config.prepare_forward(layout, total_q, total_k, spec)
         backward = _prepare_backward(config, layout, total_q, total_k, spec) if needs_grad else None
-        prepared[key] = forward, (forward, backward, None, (), return_lse)
+        prepared[key] = forward, (forward, backward, None, None, return_lse)
         return prepared[key]
 
     def run_prepared(
@@ -189,18 +191,19 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         if is_float32:
             key = key, allows_tf32(torch.float32)
         forward, constants = prepared.get(key) or prepare(q, k, (q_values, k_values, v_values), key)
-        slopes, seeds = None, ()
+        slopes = None
         if alibi_slopes is not None or seed is not None:
-            slopes, seeds = _kernel_slopes(alibi_slopes, layout), as_arguments(seed)
-            constants = *constants[:2], slopes, seeds, return_lse
-        if needs_grad and torch.is_grad_enabled():
-            apply = _apply if _is_transformed() else _apply_in_c
-            out = apply(q_values, k_values, v_values, constants)
+            slopes = _kernel_slopes(alibi_slopes, layout)
+            constants = *constants[:2], slopes, seed, return_lse
+        if needs_grad and _is_grad_enabled():
+            # No transform of `torch.func` is active: `rejects` and the guards of the call cache reject
+            # such calls.
+            out = _apply_in_c(q_values, k_values, v_values, constants)
             if not return_lse:
                 return _from_layout(out, layout)
             out, lse = out
         else:
-            out, lse = forward(q_values, k_values, v_values, slopes, *seeds)
+            out, lse = forward(q_values, k_values, v_values, slopes, seed)
         if return_lse:
             return _from_layout(out, layout), _from_layout(lse.t(), layout)
         return _from_layout(out, layout)
@@ -282,10 +285,10 @@ def attention(
     forward = config.prepare_forward(layout, q.shape[0], k.shape[0], spec)
     if needs_gradient(q, k, v):
         backward = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
-        constants = forward, backward, alibi_slopes, as_arguments(seed), True
+        constants = forward, backward, alibi_slopes, seed, True
         out, lse = _differentiable_attention(q, k, v, constants)
     else:
-        out, lse = forward(q, k, v, alibi_slopes, *as_arguments(seed))
+        out, lse = forward(q, k, v, alibi_slopes, seed)
     return out, lse.t()
 
 
@@ -459,8 +462,12 @@ def _prepare_backward(
 def _record_attention(ctx, q, k, v, constants):
     # The constants are one tuple, because every argument of an autograd function costs time.
     run, ctx.functions, slopes, seed, return_lse = constants
-    out, lse = run(q, k, v, slopes, *seed)
-    ctx.save_for_backward(q, k, v, slopes, out, lse, *seed)
+    out, lse = run(q, k, v, slopes, seed)
+    # Saving None would cost host time.
+    if slopes is None and seed is None:
+        ctx.save_for_backward(q, k, v, out, lse)
+    else:
+        ctx.save_for_backward(q, k, v, out, lse, slopes, seed)
     if return_lse:
         ctx.set_materialize_grads(False)
         return out, lse
@@ -469,23 +476,27 @@ def _record_attention(ctx, q, k, v, constants):
 
 def _attention_gradient(ctx, dout, dlse=None):
     # Decorators around this function, such as `falls_back_to`, would take host time at every call.
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         return _gradient_without_derivative(ctx, dout, dlse)
-    q, k, v, slopes, out, lse, *seed = ctx.saved_tensors
-    run, other = ctx.functions
-    args = q, k, v, slopes, out, lse, dout, dlse, *seed
+    saved, (run, other) = ctx.saved_tensors, ctx.functions
+    if len(saved) == 5:
+        (q, k, v, out, lse), slopes, seed = saved, None, None
+    else:
+        q, k, v, out, lse, slopes, seed = saved
     try:
-        return *run(*args), None
+        dq, dk, dv = run(q, k, v, slopes, out, lse, dout, dlse, seed)
     except KernelUnavailableError as error:
-        return *run_standard(other, args, error, __name__), None
+        args = q, k, v, slopes, out, lse, dout, dlse, seed
+        dq, dk, dv = run_standard(other, args, error, __name__)
+    return dq, dk, dv, None
 
 
 _gradient_without_derivative = torch.autograd.function.once_differentiable(_attention_gradient)
 _differentiable_attention = differentiable(
     "Attention", _record_attention, _attention_gradient, second_derivative="own"
 )
-_apply, _apply_in_c = _differentiable_attention.apply, _differentiable_attention.apply_in_c
-_is_transformed = torch._C._are_functorch_transforms_active
+_apply_in_c = _differentiable_attention.apply_in_c
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _traced(
@@ -581,7 +592,7 @@ def _forward_operator(
     def run(*args: Any) -> Any:
         return config.forward(*args[:4], layout, spec, *args[4:])
 
-    return run(q, k, v, slopes, *as_arguments(seed))  # type: ignore[no-any-return]
+    return run(q, k, v, slopes, seed)  # type: ignore[no-any-return]
 
 
 def _forward_fake(q, k, v, slopes, seed, cu_q, cu_k, tiles, *constants):
@@ -622,9 +633,7 @@ def _backward_operator(
     def run(*args: Any) -> Any:
         return config.backward(*args[:8], layout, spec, *args[8:])
 
-    return run(  # type: ignore[no-any-return]
-        q, k, v, slopes, out, lse, dout, dlse, *as_arguments(seed)
-    )
+    return run(q, k, v, slopes, out, lse, dout, dlse, seed)  # type: ignore[no-any-return]
 
 
 def _backward_fake(

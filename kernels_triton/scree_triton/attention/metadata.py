@@ -128,11 +128,6 @@ class HeadLayout(NamedTuple):
     head_stride: int
 
 
-def as_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the arguments of a prepared function after its others: the seed, if there is one."""
-    return () if seed is None else (seed,)
-
-
 def slope_axes(slopes: torch.Tensor | None) -> int:
     """Return the number of axes of ALiBi slopes; 0 for none."""
     return 0 if slopes is None else slopes.ndim

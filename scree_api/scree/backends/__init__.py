@@ -79,9 +79,12 @@ class Backend:
         ``is_compiling()`` returns whether a compiler traces the program, so that NumPy must not be
         used. It is always False where traced arrays have a type of their own: `peek` returns None
         for them.
-    intercepts_calls
-        ``intercepts_calls()`` returns whether a compiler or a dispatch mode of the library must see
-        every call. Then no prepared kernel runs, because it would call the device directly.
+    is_traced
+        ``is_traced()`` returns whether a compiler traces the Python code of the caller. It takes less
+        time than `is_compiling`, which is also True where a compiler only follows the arrays.
+    count_dispatch_modes
+        ``count_dispatch_modes()`` returns how many dispatch modes of the library must see every
+        operator.
     stream_key
         ``stream_key(offsets)`` returns a function that identifies the stream on which the device of
         the offsets runs the caller's work at present. Data derived on one stream is not used on
@@ -120,7 +123,8 @@ class Backend:
     make_guard
         ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
         host-visible metadata (dtype, shape, strides, device), or None if such calls must not be
-        cached. The field is None where validating a call is cheaper than caching it.
+        cached. Under a transform the function returns False. The field is None where validating a
+        call is cheaper than caching it.
     """
 
     name: str
@@ -133,7 +137,8 @@ class Backend:
     uniform: Callable[[Any, tuple[int, ...], Any], Any] | None = None
     from_numpy: Callable[[np.ndarray, Any, Any], Any] | None = None
     is_compiling: Callable[[], bool] = _never
-    intercepts_calls: Callable[[], bool] = _never
+    is_traced: Callable[[], bool] = _never
+    count_dispatch_modes: Callable[[], int] = _never
     stream_key: Callable[[Any], Callable[[], Hashable] | None] | None = None
     untraced: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
@@ -149,6 +154,13 @@ class Backend:
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"
+
+    def intercepts_calls(self) -> bool:
+        """Return whether a compiler or a dispatch mode of the library must see every call.
+
+        Then no prepared kernel runs, because it would call the device directly.
+        """
+        return self.is_compiling() or self.count_dispatch_modes() > 0
 
     def from_host(self, host: np.ndarray, dtype: Any, device: Any) -> Any:
         """Return an array of the library on a device."""

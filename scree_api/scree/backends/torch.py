@@ -21,9 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from . import UNREADABLE, Backend
 
 _PLAIN_TYPES = torch.Tensor, torch.nn.Parameter
-# Every cached call calls these functions. Finding them in their modules takes longer than the calls.
-_is_compiling = torch.compiler.is_compiling
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
 MAX_INLINE_BYTES = 1 << 16  # copies up to this size are part of the launch in CUDA
 
 
@@ -109,10 +106,6 @@ def _from_numpy(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tens
     return tensor.to(device, non_blocking=True)
 
 
-def _intercepts_calls() -> bool:
-    return _is_compiling() or _count_dispatch_modes() > 0
-
-
 def _stream_key(offsets: torch.Tensor) -> Callable[[], Hashable] | None:
     if torch.compiler.is_compiling() or type(offsets) is not torch.Tensor or not offsets.is_cuda:
         return None
@@ -170,6 +163,7 @@ def _make_guard(arrays: list[torch.Tensor]) -> Callable[..., bool] | None:
         return (
             all(isinstance(x, torch.Tensor) for x in others)
             and [*map(_metadata, others)] == expected
+            and not peek_interpreter_stack()
         )
 
     if not _TENSOR_GUARDS:
@@ -219,7 +213,8 @@ BACKEND = Backend(
     checkpoint=_checkpoint,
     take_aligned=lambda x, axis, index: torch.gather(x, axis, index.to(torch.int64)),
     is_compiling=torch.compiler.is_compiling,
-    intercepts_calls=_intercepts_calls,
+    is_traced=torch.compiler.is_dynamo_compiling,
+    count_dispatch_modes=torch._C._len_torch_dispatch_stack,
     stream_key=_stream_key,
     untraced=_untraced,
     to_device=lambda x, device: x.to(device),

@@ -211,12 +211,13 @@ def append_paged(
             options_key = None if rope is None else (*rope.items(), *map(type, rope.values()))
             key = "append_paged", q is None, options_key, kernel
             tokens = (k.values, v.values) if q is None else (k.values, v.values, q.values)
-            run = _append_paged.recall(
-                k.layout, key, *tokens, k_pages, v_pages, numbers, kv_lengths, second=second
-            )
-            if run is not None:
+            for entry in _append_paged.recall(k.layout, key, second):
+                if entry.kernels is not _append_paged.kernels or not entry.guard(
+                    *tokens, k_pages, v_pages, numbers, kv_lengths
+                ):
+                    continue
                 try:
-                    return run(  # type: ignore[no-any-return]
+                    return entry.run(  # type: ignore[no-any-return]
                         k=k,
                         v=v,
                         q=q,
@@ -226,7 +227,7 @@ def append_paged(
                         kv_lengths=kv_lengths,
                     )
                 except KernelUnavailableError:
-                    pass  # the validation selects a kernel again
+                    break  # the validation selects a kernel again
     arrays = {
         "k": k,
         "v": v,

@@ -327,12 +327,12 @@ def attention(
         and (kernel is None or type(kernel) is str)
     ):
         key = "attention", causal, window, scale, softcap, deterministic, return_lse, kernel
-        run = _attention.recall(q.layout, key, q.values, k.values, v.values)
-        if run is not None:
-            try:
-                return run(q=q, k=k, v=v, alibi_slopes=None)
-            except KernelUnavailableError:
-                pass  # the validation selects a kernel again
+        for entry in _attention.recall(q.layout, key):
+            if entry.kernels is _attention.kernels and entry.guard(q.values, k.values, v.values):
+                try:
+                    return entry.run(q=q, k=k, v=v, alibi_slopes=None)
+                except KernelUnavailableError:
+                    break  # the validation selects a kernel again
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
     options: dict[str, Any] = {
         "causal": causal,

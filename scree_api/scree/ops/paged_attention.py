@@ -227,10 +227,11 @@ def paged_attention(
                     else:
                         key += ("array",)
                         values += (x,)
-            run = _paged_attention.recall(q.layout, key, *values, second=second)
-            if run is not None:
+            for entry in _paged_attention.recall(q.layout, key, second):
+                if entry.kernels is not _paged_attention.kernels or not entry.guard(*values):
+                    continue
                 try:
-                    return run(
+                    return entry.run(
                         q=q,
                         k_pages=k_pages,
                         v_pages=v_pages,
@@ -241,7 +242,7 @@ def paged_attention(
                         v_scale=v_scale,
                     )
                 except KernelUnavailableError:
-                    pass  # the validation selects a kernel again
+                    break  # the validation selects a kernel again
     arrays = {
         "q": q,
         "k_pages": k_pages,
