@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -125,7 +124,7 @@ def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
 def check_heads(mesh: Any, size: int) -> None:
     """Exchange heads for tokens, which all masks and slopes allow."""
     lengths = make_lengths(2)
-    # Two key heads per rank, which large batches exchange in two chunks; values are wider.
+    # Two key heads per rank; values are wider.
     total, heads = int(lengths.sum()), (4 * size, 2 * size)
     leaves = [random(i, total, h, 4 + 2 * (i == 2)) for i, h in enumerate((*heads, heads[1]))]
     slopes = random(3, lengths.size, heads[0]).abs()
@@ -144,8 +143,7 @@ def check_heads(mesh: Any, size: int) -> None:
             result = scree.attention(q, k, v, sinks=sinks if has_lse else None, **options)
             return list(result) if has_lse else [result]
 
-        with patch("scree.distributed.torch.MIN_CHUNKED_TOKENS", 0 if i else 1000):
-            compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
+        compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
     x = shard(scree.from_lengths(leaves[0][:, :1], lengths), mesh, exchange="heads")
     with pytest.raises(ValueError, match="exchange: expected the number of ranks"):
         scree.attention(x, x, x)

@@ -13,10 +13,18 @@ from ..ops.attention import AttentionCall
 from ..ops.merge_attention import merge_attention
 from .exchange import HeadCounts, is_faster_by_heads
 from .operations import ShardOperations, map_results
-from .pieces import GroupPlan, KeyGroup, Pieces, RemotePlan, plan_keys, plan_remote_keys
+from .pieces import (
+    GroupPlan,
+    KeyGroup,
+    Pieces,
+    RemotePlan,
+    find_token_runs,
+    plan_keys,
+    plan_remote_keys,
+)
 
 if TYPE_CHECKING:
-    from .torch import Group, TokenOrder
+    from .torch import Group, TokenRuns
 
 
 class Cut(ShardOperations):
@@ -225,20 +233,19 @@ class Cut(ShardOperations):
         kernel: str | None,
     ) -> Any:
         """Compute attention of whole rows for a part of the heads (Ulysses)."""
-        xp, group, whole = layout.xp, self.group, self.whole
-        token_order = self._token_order()
+        group, whole = self.group, self.whole
+        runs: TokenRuns = self.local_layout.cached(
+            "token runs", lambda: find_token_runs(self.pieces, self._lengths, group.size)
+        )
         if call.alibi_slopes is None:
             rows = _Parts(operation, options, kernel, whole, whole, whole, (None, None))
             out, lse = group.attend_to_heads(
-                call.q.values, call.k.values, call.v.values, token_order, rows, call.return_lse
+                call.q.values, call.k.values, call.v.values, runs, rows, call.return_lse
             )
             result = Array.from_layout(out, layout)
             return (result, Array.from_layout(lse, layout)) if call.return_lse else result
-        counts, order, inverse = token_order
         q, k, v = (
-            Array.from_layout(
-                xp.take(group.tokens_of_all_ranks(x.values, counts), order, axis=0), whole
-            )
+            Array.from_layout(group.tokens_of_all_ranks(x.values, runs), whole)
             for x in (call.q, call.k, call.v)
         )
         heads = call.num_heads // group.size
@@ -246,24 +253,9 @@ class Cut(ShardOperations):
         result = operation.run({"q": q, "k": k, "v": v, "alibi_slopes": slopes}, options, kernel)
 
         def to_shard(x: Array) -> Array:
-            values = xp.take(x.values, inverse, axis=0)
-            return Array.from_layout(group.heads_of_all_ranks(values, counts), layout)
+            return Array.from_layout(group.heads_of_all_ranks(x.values, runs), layout)
 
         return map_results(to_shard, result)
-
-    def _token_order(self) -> TokenOrder:
-        """Return the order of the tokens of the batch on the ranks."""
-        from .torch import TokenOrder
-
-        def make() -> TokenOrder:
-            indices = [self.whole_index(rank) for rank in range(self.group.size)]
-            inverse = np.concatenate(indices)
-            order = self.whole.to_index(np.argsort(inverse))
-            return TokenOrder(
-                [index.size for index in indices], order, self.whole.to_index(inverse)
-            )
-
-        return self.local_layout.cached("token order", make)
 
     def _key_plan(self, left: int | None, right: int | None) -> tuple[GroupPlan, list[QueryGroup]]:
         def make() -> tuple[GroupPlan, list[QueryGroup]]:

@@ -173,6 +173,27 @@ def _assign_whole_rows(
     return rank_of_row, loads
 
 
+def find_token_runs(
+    pieces: Pieces, lengths: np.ndarray, num_ranks: int
+) -> list[list[tuple[int, int]]]:
+    """Return per rank, in the order of its tokens, its runs (start, length) of the tokens of all rows.
+
+    Parameters
+    ----------
+    pieces
+        The pieces of all ranks.
+    lengths
+        (n,) int64 lengths of the whole rows.
+    num_ranks
+        Number of ranks.
+    """
+    starts = (np.cumsum(lengths) - lengths)[pieces.rows] + pieces.starts
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    for run in zip(pieces.ranks.tolist(), starts.tolist(), pieces.lengths.tolist(), strict=True):
+        _append_run(runs[run[0]], run)
+    return [[(start, length) for _, start, length in part] for part in runs]
+
+
 class _KeyTables:
     """The keys that the pieces of all ranks see, and the tokens that one rank exchanges for them.
 
