@@ -140,14 +140,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan, group: Group
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
-        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
-        received, work = _start_all_to_all(torch.cat(sent), plan, ctx.shapes, group)
+        received, work = _start_all_to_all(_pack([k, v], plan), plan, ctx.shapes, group)
         work.wait()
-        parts = _split(received, plan, ctx.shapes)
-        return tuple(
-            _join([*_sources(x, views, plan, group)], x)
-            for x, views in zip((k, v), parts, strict=True)
-        )
+        return tuple(_join_keys([k, v], received, plan, group))
 
     @staticmethod
     @once_differentiable
@@ -196,16 +191,12 @@ class _AttentionInParts(torch.autograd.Function):
         ctx: Any, q: Any, k: Any, v: Any, plan: SplitPlan, parts: Parts, group: Group
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shapes = k.shape, v.shape
-        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
-        received, work = _start_all_to_all(torch.cat(sent), plan, shapes, group)
+        received, work = _start_all_to_all(_pack([k, v], plan), plan, shapes, group)
         has_local = plan.queries != [(0, q.shape[0])]
         if has_local:
             out, lse = parts.attend(0, q, k, v)
         work.wait()
-        keys, values = (
-            _join([*_sources(x, views, plan, group)], x)
-            for x, views in zip((k, v), _split(received, plan, shapes), strict=True)
-        )
+        keys, values = _join_keys([k, v], received, plan, group)
         if plan.queries:
             part = parts.attend(1, _narrow(q, plan.queries), keys, values)
             if has_local:
@@ -266,6 +257,28 @@ def _start_all_to_all(
     return out, work
 
 
+def _pack(arrays: list[torch.Tensor], plan: KeyPlan) -> torch.Tensor:
+    """Return the tokens that other ranks need, flat: per rank the runs of the first array, then the others."""
+    shapes = [x.shape for x in arrays]
+    total = sum(length for runs in plan.sent for _, length in runs)
+    flat = arrays[0].new_empty(_width(shapes) * total)
+    for run, tokens in _sent_runs(arrays, flat, plan, shapes):
+        _copy(tokens, run)
+    return flat
+
+
+def _sent_runs(
+    arrays: list[torch.Tensor], flat: torch.Tensor, plan: KeyPlan, shapes: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each run of the tokens that a rank sends, in `arrays` and in the sent tokens `flat`."""
+    at = 0
+    for runs in plan.sent:
+        for x, shape in zip(arrays, shapes, strict=True):
+            size = sum(length for _, length in runs) * math.prod(shape[1:])
+            yield from _runs(x, runs, flat.narrow(0, at, size).view(-1, *shape[1:]))
+            at += size
+
+
 def _sources(
     own: torch.Tensor, received: list[torch.Tensor], plan: KeyPlan, group: Group
 ) -> Iterator[torch.Tensor]:
@@ -274,18 +287,28 @@ def _sources(
         yield (own if rank == group.rank else received[rank]).narrow(0, start, length)
 
 
+def _join_keys(
+    arrays: list[torch.Tensor], received: torch.Tensor, plan: KeyPlan, group: Group
+) -> list[torch.Tensor]:
+    """Return the keys of a plan per array: a view of a single run, otherwise a copy."""
+    results = []
+    for x, views in zip(arrays, _split(received, plan, [x.shape for x in arrays]), strict=True):
+        sources = [*_sources(x, views, plan, group)]
+        if len(sources) != 1:
+            joined = x.new_empty(sum(length for _, _, length in plan.keys), *x.shape[1:])
+            for (_, target), source in zip(_key_runs(plan, joined), sources, strict=True):
+                _copy(target, source)
+            sources = [joined]
+        results += sources
+    return results
+
+
 def _add_returned(
     totals: list[torch.Tensor], returned: torch.Tensor, plan: KeyPlan, shapes: Any
 ) -> None:
     """Add the gradients that other ranks return to the gradients of this rank's tokens."""
-    at = 0
-    for runs in plan.sent:
-        for total, shape in zip(totals, shapes, strict=True):
-            size = sum(length for _, length in runs) * math.prod(shape[1:])
-            part = returned.narrow(0, at, size).view(-1, *shape[1:])
-            for run, tokens in _runs(total, runs, part):
-                run.add_(tokens)
-            at += size
+    for run, tokens in _sent_runs(totals, returned, plan, shapes):
+        run.add_(tokens)
 
 
 def _sum_received(grads: Any, plan: SplitPlan, shapes: Any, group: Group) -> torch.Tensor:
@@ -483,15 +506,9 @@ def _width(shapes: Any) -> int:
 
 
 def _narrow(x: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
-    """Return runs (start, length) of tokens, joined."""
-    return _join([x.narrow(0, *run) for run in runs], x)
-
-
-def _join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return the parts, concatenated: a view of a single part, and no tokens of `like` without parts."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else like[:0]
+    """Return runs (start, length) of tokens, joined: a view of a single run."""
+    parts = [x.narrow(0, *run) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _split(flat: torch.Tensor, plan: KeyPlan, shapes: Any) -> list[list[torch.Tensor]]:
