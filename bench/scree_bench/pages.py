@@ -380,15 +380,19 @@ _EFFICIENCY = "step_efficiency_share"
 
 
 def _shard_cases(runs: Sequence[Result]) -> Iterator[tuple[Result, dict[str, Any], dict[str, Row]]]:
-    """Yield the cases of attention over several GPUs, the same batches one after another."""
-    cases = [
-        (r, case, rows)
-        for r in runs
-        for case, rows in _cases(r, lambda row: "batch" in row.case and "model" not in row.case)
-        if _EFFICIENCY in rows["scree"].values
-    ]
-    order = list(dict.fromkeys(case["batch"] for _, case, _ in cases))
-    yield from sorted(cases, key=lambda x: (order.index(x[1]["batch"]), x[1]["processes"]))
+    """Yield the cases of attention over several GPUs, the same batches one after another.
+
+    Of several runs with one case on one machine, only the newest counts.
+    """
+    newest: dict[tuple[Any, ...], tuple[Result, dict[str, Any], dict[str, Row]]] = {}
+    for r in sorted(runs, key=lambda r: r.date):
+        for case, rows in _cases(r, lambda row: "batch" in row.case and "model" not in row.case):
+            if _EFFICIENCY in rows["scree"].values:
+                newest[_short(r), case["batch"], case["processes"]] = r, case, rows
+    order = list(dict.fromkeys(batch for _, batch, _ in newest))
+    yield from sorted(
+        newest.values(), key=lambda x: (order.index(x[1]["batch"]), x[1]["processes"], _short(x[0]))
+    )
 
 
 def shards_attention_table(runs: Sequence[Result]) -> results.Table:

@@ -153,10 +153,10 @@ class _Exchange(torch.autograd.Function):
         flat = torch.zeros(_width(shapes) * sum(plan.received), **options)
         parts = _split(flat, plan, shapes)
         for total, views, grad in zip(totals, parts, grads, strict=True):
-            lengths = [length for _, _, length in plan.keys]
             # One addition after the other, so their order is fixed.
-            for target, x in zip(_sources(total, views, plan, group), grad.split(lengths)):
-                target.add_(x)
+            for (rank, start, length), tokens in _key_runs(plan, grad):
+                target = total if rank == group.rank else views[rank]
+                target.narrow(0, start, length).add_(tokens)
         returned, work = _start_all_to_all(flat.to(grads[0].dtype), plan, shapes, group, back=True)
         work.wait()
         _add_returned(totals, returned, plan, shapes)
@@ -259,11 +259,11 @@ def _start_all_to_all(
 
 def _pack(arrays: list[torch.Tensor], plan: KeyPlan) -> torch.Tensor:
     """Return the tokens that other ranks need, flat: per rank the runs of the first array, then the others."""
-    shapes = [x.shape for x in arrays]
     total = sum(length for runs in plan.sent for _, length in runs)
-    flat = arrays[0].new_empty(_width(shapes) * total)
-    for run, tokens in _sent_runs(arrays, flat, plan, shapes):
-        _copy(tokens, run)
+    flat = arrays[0].new_empty(_width([x.shape for x in arrays]) * total)
+    *arrays, words = _in_words(*arrays, flat)
+    for run, tokens in _sent_runs(arrays, words, plan, [x.shape for x in arrays]):
+        tokens.copy_(run)
     return flat
 
 
@@ -279,28 +279,20 @@ def _sent_runs(
             at += size
 
 
-def _sources(
-    own: torch.Tensor, received: list[torch.Tensor], plan: KeyPlan, group: Group
-) -> Iterator[torch.Tensor]:
-    """Yield a view of each run of a plan's keys, in `own` or in the tokens from other ranks."""
-    for rank, start, length in plan.keys:
-        yield (own if rank == group.rank else received[rank]).narrow(0, start, length)
-
-
 def _join_keys(
     arrays: list[torch.Tensor], received: torch.Tensor, plan: KeyPlan, group: Group
 ) -> list[torch.Tensor]:
-    """Return the keys of a plan per array: a view of a single run, otherwise a copy."""
-    results = []
-    for x, views in zip(arrays, _split(received, plan, [x.shape for x in arrays]), strict=True):
-        sources = [*_sources(x, views, plan, group)]
-        if len(sources) != 1:
-            joined = x.new_empty(sum(length for _, _, length in plan.keys), *x.shape[1:])
-            for (_, target), source in zip(_key_runs(plan, joined), sources, strict=True):
-                _copy(target, source)
-            sources = [joined]
-        results += sources
-    return results
+    """Return the keys of a plan per array, from the tokens of this rank and from other ranks."""
+    total = sum(length for _, _, length in plan.keys)
+    joined = [x.new_empty(total, *x.shape[1:]) for x in arrays]
+    received, *words = _in_words(received, *arrays, *joined)
+    arrays, targets = words[: len(arrays)], words[len(arrays) :]
+    parts = _split(received, plan, [x.shape for x in arrays])
+    for x, views, target in zip(arrays, parts, targets, strict=True):
+        for (rank, start, length), tokens in _key_runs(plan, target):
+            source = x if rank == group.rank else views[rank]
+            tokens.copy_(source.narrow(0, start, length))
+    return joined
 
 
 def _add_returned(
@@ -332,14 +324,15 @@ def _key_runs(
     plan: KeyPlan, x: torch.Tensor
 ) -> Iterator[tuple[tuple[int, int, int], torch.Tensor]]:
     """Yield each run (rank, start, length) of a plan's keys with its tokens among the joined keys `x`."""
-    yield from zip(plan.keys, x.split([length for _, _, length in plan.keys]))
+    yield from zip(plan.keys, x.split_with_sizes([length for _, _, length in plan.keys]))
 
 
 def _runs(
     target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return each run (start, length) of `target` with its tokens among the joined tokens `x`."""
-    for run, tokens in zip(runs, x.split([length for _, length in runs]), strict=True):
+    parts = x.split_with_sizes([length for _, length in runs])
+    for run, tokens in zip(runs, parts, strict=True):
         yield target.narrow(0, *run), tokens
 
 
@@ -423,17 +416,20 @@ def _swap_for_tokens(arrays: list[torch.Tensor], runs: TokenRuns, group: Group) 
     tokens = arrays[0].new_empty(sum(n for part in runs for _, n in part), sum(widths))
     # Tokens arrive at their places in the whole rows.
     received = [[tokens.narrow(0, *run) for run in part] for part in runs]
+    words, *by_rank = _in_words(tokens, *by_rank)
+    widths = [x.shape[2] for x in by_rank]
     sent: list[Any] = [()] * size
     for rank in range(size):
         if rank != own:
-            packed = tokens.new_empty(count, tokens.shape[1])
-            _copy_columns(packed, [x[:, rank] for x in by_rank])
-            sent[rank] = packed.split(lengths)
+            packed = words.new_empty(count, words.shape[1])
+            for column, x in zip(packed.split_with_sizes(widths, 1), by_rank, strict=True):
+                column.copy_(x[:, rank])
+            sent[rank] = packed.view(tokens.dtype).split_with_sizes(lengths)
     works = _start_exchange(sent, received, group)
     # These copies run during the exchange.
-    own_heads = [x[:, own].split(lengths) for x in by_rank]
-    for run, *parts in zip(received[own], *own_heads, strict=True):
-        _copy_columns(run, parts)
+    for column, x in zip(words.split_with_sizes(widths, 1), by_rank, strict=True):
+        for run, part in _runs(column, runs[own], x[:, own]):
+            run.copy_(part)
     for work in works:
         work.wait()
     return tokens
@@ -446,22 +442,26 @@ def _swap_for_heads(arrays: Any, runs: TokenRuns, group: Group) -> list[torch.Te
     """
     own, size = group.rank, group.size
     lengths = [length for _, length in runs[own]]
+    count = sum(lengths)
     arrays = [x.contiguous() for x in arrays]
     sent = [[x.narrow(0, *run) for x in arrays for run in part] for part in runs]
-    parts = [[x.new_empty(sum(lengths), *x.shape[1:]) for x in arrays] for _ in range(size - 1)]
-    parts.insert(own, [])
-    received = [[run for x in part for run in x.split(lengths)] for part in parts]
+    parts = [x.new_empty(size, count, *x.shape[1:]) for x in arrays]
+    received = [
+        [run for x in parts for run in x[rank].split_with_sizes(lengths)] for rank in range(size)
+    ]
     works = _start_exchange(sent, received, group)
-    results = [x.new_empty(sum(lengths), size, *x.shape[1:]) for x in arrays]
+    results = [x.new_empty(count, size, *x.shape[1:]) for x in arrays]
+    words = [_in_words(*x) for x in zip(arrays, parts, results, strict=True)]
     # These copies run during the exchange.
-    own_runs = [run for x in results for run in x[:, own].split(lengths)]
-    for target, x in zip(own_runs, sent[own], strict=True):
-        _copy(target, x)
+    for x, _, result in words:
+        for run, part in _runs(x, runs[own], result[:, own]):
+            part.copy_(run)
     for work in works:
         work.wait()
-    for rank, part in enumerate(parts):
-        for result, x in zip(results, part):
-            _copy(result[:, rank], x)
+    for _, part, result in words:
+        for rank in range(size):
+            if rank != own:
+                result[:, rank].copy_(part[rank])
     return [x.flatten(1, 2) for x in results]
 
 
@@ -477,18 +477,14 @@ def _start_exchange(sent: Any, received: Any, group: Group) -> list[Any]:
     return dist.batch_isend_irecv(operations)
 
 
-def _copy_columns(target: torch.Tensor, parts: Any) -> None:
-    """Copy arrays (tokens, width) to the columns of `target`, one after the other."""
-    columns = target.split([x.shape[1] for x in parts], 1)
-    for column, x in zip(columns, parts, strict=True):
-        _copy(column, x)
+def _in_words(*arrays: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of the arrays with elements of a word if all have them, or else the arrays.
 
-
-def _copy(target: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy an array, in words if possible: a thread of PyTorch's kernel copies one element at a time."""
-    if all(map(_has_words, (target, x))):
-        target, x = target.view(torch.int64), x.view(torch.int64)
-    target.copy_(x)
+    A thread of PyTorch's kernel for strided copies copies one element at a time.
+    """
+    if all(map(_has_words, arrays)):
+        return [x.view(torch.int64) for x in arrays]
+    return [*arrays]
 
 
 def _has_words(x: torch.Tensor) -> bool:
