@@ -11,6 +11,7 @@ shifted: a program with one empty kernel takes as long as an empty kernel of PyT
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
@@ -78,11 +79,11 @@ def _empty_kernel() -> float:
 def device_samples(thunk: Thunk) -> Iterator[float]:
     """Yield seconds of the device per call, with a cleared L2 cache.
 
-    A sample is discarded if the device stopped spinning before the host had launched the call, at most
-    five in a row.
+    A sample is late if the device stopped spinning before the host had launched the call. At most five
+    late samples in a row are discarded; the next one counts, with one warning per sampler.
     """
     # Spins have a fixed length, because another length compiles again.
-    spin, discarded = MIN_SPIN, 0
+    spin, discarded, has_warned = MIN_SPIN, 0, False
     read, empty = clock(), _empty_kernel()
     read().block_until_ready()
     while True:
@@ -100,6 +101,14 @@ def device_samples(thunk: Thunk) -> Iterator[float]:
             discarded += 1
             spin = 2 * spin if launched > spin / 2 else spin
             continue
+        if was_late and not has_warned:
+            has_warned = True
+            warnings.warn(
+                "device_samples: the device stopped spinning before the host had launched the call, so "
+                "its times include time of the host; run on an idle host",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         discarded = 0
         first, last, after = map(nanoseconds, (begin, end, others[1]))
         yield max(0.0, (last - first) - (after - last)) / 1e9 + empty

@@ -177,7 +177,7 @@ def available_peers(
     The session notes the other peers with the reason. `only` selects peers by name. An entry that
     is not a name selects all peers whose names start with it.
     """
-    names = {peer.name for peer in PEERS}
+    names = {peer.name for peer in PEERS if peer.library == lib.name}
     prefixes = tuple(x for x in only if x not in names)
     peers = []
     for peer in PEERS:

@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 
 #: Steps whose losses are compared.
 LOSS_STEPS = 4
+#: Settings of data parallel training, see `_wrap`.
+SETTINGS = (
+    "DDP",
+    "DDP, buckets of 100 MB",
+    "DDP, sums in bfloat16",
+    "FSDP2",
+    "FSDP2, sums in bfloat16",
+    "FSDP2, parameters kept",
+)
 #: Tokens of a batch. Models of at least LARGE parameters have larger activations, so they take LARGE_TOKENS.
 TOKENS, LARGE_TOKENS, LARGE = 65_536, 16_384, 1_000_000_000
 
@@ -141,7 +151,7 @@ class Mode(NamedTuple):
     num_batches
         Number of batches of a step, over all processes.
     wrapper
-        "DDP", "FSDP2", or "" for one device.
+        "DDP" or "FSDP2", also with a setting of `SETTINGS`, or "" for one device.
     peer
         The mode on one device that has the same losses, or "".
     is_timed
@@ -187,6 +197,40 @@ def model(process: Worker, name: str) -> None:
             Mode("context parallel, FSDP2", cut_ids, cut_targets, 1, "FSDP2", "one device"),
         ],
     )
+
+
+def settings(process: Worker, name: str) -> None:
+    """Train a model data parallel with several settings of DDP and FSDP2.
+
+    With two batches per process and step, the gradients are summed over the processes once per step.
+    """
+    world, rank = process.world, process.rank
+    # DDP's hook of these sums needs NCCL.
+    needs_nccl = "DDP, sums in bfloat16"
+    single = [x for x in SETTINGS if process.job.device == "cuda" or x != needs_nccl]
+    for count, wrappers in ((1, single), (2, ["DDP", "FSDP2"])):
+        data = _make_batches(process, name, count * world)
+        own, everything = slice(count * rank, count * (rank + 1)), "one device, all batches"
+        _compare(
+            process,
+            name if count == 1 else f"{name}, {count} batches per step",
+            data.lengths * count,
+            [
+                Mode("one device", data.ids[:count], data.targets[:count], 1),
+                Mode(everything, data.ids, data.targets, world, is_timed=False),
+                *(
+                    Mode(
+                        f"data parallel, {x}",
+                        data.ids[own],
+                        data.targets[own],
+                        world,
+                        x,
+                        everything,
+                    )
+                    for x in wrappers
+                ),
+            ],
+        )
 
 
 def mesh(process: Worker, name: str) -> None:
@@ -261,6 +305,8 @@ def _train(
     process: Worker, mode: Mode, tokens_per_batch: int
 ) -> tuple[dict[str, Any], list[float]]:
     """Return the measurements of a mode, and the losses of its first steps."""
+    from torch.distributed.fsdp import FSDPModule
+
     torch, size = process.torch, SIZES[process.job.size]
     if process.job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -270,11 +316,16 @@ def _train(
     # DDP and FSDP2 take the mean over the processes.
     factor = (process.world if mode.wrapper else 1) / count
 
+    last = len(mode.arrays) - 1
+
     def step() -> Any:
         total = torch.zeros((), device=process.device)
-        for x, y in zip(mode.arrays, mode.targets, strict=True):
-            loss = module(x, y)
-            (loss * factor).backward()
+        for i, (x, y) in enumerate(zip(mode.arrays, mode.targets, strict=True)):
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(i == last)
+            with module.no_sync() if i < last and hasattr(module, "no_sync") else nullcontext():
+                loss = module(x, y)
+                (loss * factor).backward()
             total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
@@ -302,19 +353,32 @@ def _train(
 def _wrap(process: Worker, module: Any, wrapper: str) -> Any:
     """Return a module whose gradients are means over all processes; "" for one device."""
     torch = process.torch
-    if wrapper == "DDP":
-        return torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    if wrapper == "FSDP2":
+    kind, _, setting = wrapper.partition(", ")
+    if kind == "DDP":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        module = torch.nn.parallel.DistributedDataParallel(
+            module,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=100 if setting == "buckets of 100 MB" else None,
+        )
+        if setting == "sums in bfloat16":
+            module.register_comm_hook(None, bf16_compress_hook)
+    elif kind == "FSDP2":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         # Inputs of layers already have the dtype of the parameters.
         policy = MixedPrecisionPolicy(
-            param_dtype=process.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=process.dtype,
+            reduce_dtype=torch.bfloat16 if setting == "sums in bfloat16" else torch.float32,
+            cast_forward_inputs=False,
         )
+        # Whether each layer is gathered again in the backward pass.
+        reshards = setting != "parameters kept"
         # One gather per layer, which runs during the layer before it.
         for layer in module.layers:
-            fully_shard(layer, mesh=process.mesh, mp_policy=policy)
-        fully_shard(module, mesh=process.mesh, mp_policy=policy)
+            fully_shard(layer, mesh=process.mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(module, mesh=process.mesh, mp_policy=policy, reshard_after_forward=reshards)
     return module
 
 

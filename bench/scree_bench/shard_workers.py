@@ -33,7 +33,8 @@ class Job(NamedTuple):
     device
         "cuda" or "cpu".
     parts
-        Names as in "attention: BATCH", "peers: BATCH", "model: BATCH", "mesh: BATCH" or "balance".
+        Names as in "attention: BATCH", "peers: BATCH", "model: BATCH", "settings: BATCH", "mesh: BATCH"
+        or "balance".
     scale
         Divisor of the lengths of all batches.
     heads
@@ -131,6 +132,8 @@ class Worker:
             shard_training.balance(self)
         elif kind == "model":
             shard_training.model(self, name)
+        elif kind == "settings":
+            shard_training.settings(self, name)
         elif kind == "mesh":
             shard_training.mesh(self, name)
         else:

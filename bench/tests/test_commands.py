@@ -743,6 +743,16 @@ def test_shards_on_a_mesh_have_the_losses_of_one_process(tmp_path):
     assert max(row.values["loss_error"] for row in rows) < 1e-5
 
 
+@pytest.mark.needs("torch")
+def test_shards_with_settings_of_data_parallel_training_have_the_losses_of_one_process(tmp_path):
+    result = quick(tmp_path, "shards", "--parts", "", "--settings")
+    assert not result.left_out
+    rows = [row for row in result.rows if row.who.startswith("scree, data parallel")]
+    assert len({row.case["batch"] for row in rows}) == 2 and len(rows) == 7
+    for row in rows:
+        assert row.values["loss_error"] < (1e-4 if "bfloat16" in row.who else 1e-6), row.who
+
+
 @pytest.mark.parametrize(("error", "counts"), [(None, 2), (KeyboardInterrupt, 1)])
 def test_shards_lists_the_parts_that_did_not_end(monkeypatch, error, counts):
     """The processes end after the first part, or the user interrupts the second."""

@@ -60,16 +60,13 @@ class Now:
         return self.words.reshape(1, 2)
 
 
-def test_device_samples_are_differences_of_the_clock(monkeypatch):
+def sampler_of(samples, monkeypatch):
+    """Return the clock, its sampler of a call, the lengths of its spins, and the calls.
+
+    A sample has readings before and after the call, two more, and whether the device had woken up.
+    """
     clock = import_module("scree_bench.jax_clock")
     spins, calls = [], []
-    start = 5 << 40
-    # Readings of a sample: before and after the call, two more, and whether the device had woken up.
-    samples = [
-        (start, start + 7000, start + 7300, start + 8000, False),
-        (1, 9, 10, 12, True),
-        (4, 804, 900, 1004, False),
-    ]
     readings = iter([(0, False), *((at, late) for *ats, late in samples for at in ats)])
 
     def read(nanoseconds=0):
@@ -79,7 +76,25 @@ def test_device_samples_are_differences_of_the_clock(monkeypatch):
     monkeypatch.setattr(clock, "clock", read)
     monkeypatch.setattr(clock, "_fill", lambda: None)
     monkeypatch.setattr(clock, "_empty_kernel", lambda: 1e-6)
-    times = clock.device_samples(lambda: calls.append("call"))
+    return clock, clock.device_samples(lambda: calls.append("call")), spins, calls
+
+
+def test_device_samples_are_differences_of_the_clock(monkeypatch):
+    start = 5 << 40
+    samples = [
+        (start, start + 7000, start + 7300, start + 8000, False),
+        (1, 9, 10, 12, True),
+        (4, 804, 900, 1004, False),
+    ]
+    clock, times, spins, calls = sampler_of(samples, monkeypatch)
     assert [*itertools.islice(times, 2)] == pytest.approx([6e-6 + 1e-6, 6e-7 + 1e-6])
     assert len(calls) == 3
     assert int(1e9 * clock.MIN_SPIN) in spins
+
+
+def test_device_samples_that_stay_late_count_with_one_warning(monkeypatch):
+    _, times, _, calls = sampler_of([(4, 804, 900, 1004, True)] * 12, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="include time of the host") as caught:
+        assert [*itertools.islice(times, 2)] == pytest.approx([6e-7 + 1e-6] * 2)
+    assert len(caught) == 1
+    assert len(calls) == 12

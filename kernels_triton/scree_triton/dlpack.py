@@ -4,20 +4,22 @@ Importing this module imports neither torch nor CuPy. The kernels need torch and
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from scree import Array
 from scree.backends import backend, is_array
+from scree.dispatch.operation import OBSERVERS
 from scree.layout import Layout
 
-from . import KERNELS
+from . import KERNELS, KernelEntry
 from .runtime.calls import attributes_of, copy_call
 
 PROVIDER = "triton_dlpack"
@@ -32,12 +34,20 @@ OPERATIONS = (
 _layouts: WeakKeyDictionary[Layout, Layout] = WeakKeyDictionary()
 
 
+class _Converted(NamedTuple):
+    """A call in PyTorch."""
+
+    call: Any
+    layouts: dict[int, Layout]
+    """Identity of offsets in PyTorch -> the layout of the original call."""
+
+
 class _State(threading.local):
     call: Any = None
-    converted: Any = None
+    converted: _Converted | None = None
 
 
-#: The call that this thread accepted last, and the same call in PyTorch.
+#: The call that this thread accepted and will run next, and the same call in PyTorch.
 _accepted = _State()
 
 
@@ -51,8 +61,12 @@ def register() -> None:
     if not (find_spec("triton") and find_spec("torch")) or not _runs_here():
         return
     for name in OPERATIONS:
-        import_module(f".{KERNELS[name].module}", __package__)
-        register_kernel(name, provider=PROVIDER, rejects=partial(rejects, name))(partial(run, name))
+        entry = KERNELS[name]
+        kernels = import_module(f".{entry.module}", __package__)
+        function = getattr(kernels, entry.function or name)
+        register_kernel(name, provider=PROVIDER, rejects=partial(rejects, entry, kernels.rejects))(
+            partial(run, entry, function)
+        )
 
 
 def _runs_here() -> bool:
@@ -61,13 +75,14 @@ def _runs_here() -> bool:
     return torch.cuda.is_available()
 
 
-def rejects(name: str, call: Any) -> str | None:
-    """Return why the kernels cannot serve a call, from host metadata only; None if they can."""
+def rejects(entry: KernelEntry, rejects_call: Callable[[Any], str | None], call: Any) -> str | None:
+    """Return why the kernels cannot serve a call, from host metadata only; None if they can.
+
+    `rejects_call` says the same of calls in PyTorch.
+    """
     from .runtime.device import rejects_device
 
-    entry = KERNELS[name]
-    values = entry.values(call)
-    if backend(values).name not in LIBRARIES:
+    if backend(entry.values(call)).name not in LIBRARIES:
         return f"the Triton kernels by DLPack take arrays of {' and '.join(sorted(LIBRARIES))}"
     try:
         converted = _to_torch(call)
@@ -76,20 +91,22 @@ def rejects(name: str, call: Any) -> str | None:
         return f"the Triton kernels need arrays that PyTorch takes by DLPack, but {error}"
     if converted is None:
         return "the Triton kernels by DLPack take no shards"
-    module = import_module(f".{entry.module}", __package__)
-    reason: str | None = rejects_device(entry.values(converted).device) or module.rejects(converted)
-    if reason is None:
+    device = entry.values(converted.call).device
+    reason = rejects_device(device) or rejects_call(converted.call)
+    # `scree.explain` selects a kernel and does not run it, so nothing would release the arrays.
+    if reason is None and threading.get_ident() not in OBSERVERS:
         _accepted.call, _accepted.converted = call, converted
     return reason
 
 
-def run(name: str, call: Any) -> Any:
-    """Compute a call for which `rejects` returns None, on the current stream of its library."""
+def run(entry: KernelEntry, function: Callable[[Any], Any], call: Any) -> Any:
+    """Compute a call for which `rejects` returns None, on the current stream of its library.
+
+    `function` computes a call in PyTorch.
+    """
     converted = _accepted.converted if _accepted.call is call else _to_torch(call)
     _accepted.call = _accepted.converted = None
-    entry, lib = KERNELS[name], backend(KERNELS[name].values(call))
-    run_kernels = getattr(import_module(f".{entry.module}", __package__), entry.function or name)
-    layouts = {id(_to_layout(x).offsets): x for x in _layouts_of(call)}
+    lib, layouts = backend(entry.values(call)), converted.layouts
 
     def result_of(x: Any) -> Any:
         if isinstance(x, tuple):
@@ -100,8 +117,8 @@ def run(name: str, call: Any) -> Any:
             )
         return lib.xp.from_dlpack(x)
 
-    with _on_stream_of(lib.name, entry.values(converted).device):
-        return result_of(run_kernels(converted))
+    with _on_stream_of(lib.name, entry.values(converted.call).device):
+        return result_of(function(converted.call))
 
 
 def _layouts_of(call: Any) -> list[Layout]:
@@ -111,11 +128,12 @@ def _layouts_of(call: Any) -> list[Layout]:
     ]
 
 
-def _to_torch(call: Any) -> Any:
-    """Return the call with arrays of PyTorch in the same memory; None if it has shards."""
+def _to_torch(call: Any) -> _Converted | None:
+    """Return the call with arrays of PyTorch in the same memory, as `_Converted`; None if it has shards."""
     import torch
 
-    if any(layout.cut is not None for layout in _layouts_of(call)):
+    layouts = _layouts_of(call)
+    if any(layout.cut is not None for layout in layouts):
         return None
 
     converted: dict[int, Any] = {}
@@ -135,7 +153,8 @@ def _to_torch(call: Any) -> Any:
             return getattr(torch, np.dtype(x).name)
         return torch.from_dlpack(x) if is_array(x) else x
 
-    return copy_call(call, convert)
+    converted_call = copy_call(call, convert)
+    return _Converted(converted_call, {id(_to_layout(x).offsets): x for x in layouts})
 
 
 def _to_layout(layout: Layout) -> Layout:

@@ -3,7 +3,6 @@
 import importlib
 import os
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
@@ -21,52 +20,16 @@ def gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def patch_language_once() -> None:
-    """Make a launch in Triton's interpreter patch `triton.language` once, not once per function call.
-
-    The interpreter replaces every built-in function when a kernel starts, and again at every call of
-    a device function. These later replacements find nothing to replace, and take half of the run time.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-    used: dict[Any, set[str]] = {}
-    patched: set[str] = set()
-
-    class Scope(interpreter._LangPatchScope):
-        """Patches of a launch, which end with the launch."""
-
-        def restore(self) -> None:
-            super().restore()
-            patched.clear()
-
-    def patch_missing(function: Any) -> Any:
-        if function not in used:
-            values = {*map(id, function.__globals__.values())}
-            used[function] = {m.__name__ for m in (tl, tl.core) if id(m) in values}
-        if patched and used[function] <= patched:
-            return None  # the call of a device function, which takes no scope
-        scope = Scope()
-        scope._changes = patch(function)._changes
-        patched.update(used[function])
-        return scope
-
-    interpreter._patch_lang = patch_missing
-
-
-# A kernel is compiled or interpreted depending on the switch at the time of its import.
+# A kernel is compiled or interpreted depending on the switch at the time of its import. No test module
+# sets the switch: a later module whose import loads a library would register the kernels for all tests.
 if find_spec("triton") and not gpu():
     os.environ[SWITCH] = "1"
-    patch_language_once()
+    from fast_interpreter import speed_up_interpreter
+
+    speed_up_interpreter()
     for module in {entry.module for entry in scree_triton.KERNELS.values()}:
         importlib.import_module(f"scree_triton.{module}")
     del os.environ[SWITCH]
-
-
-def pytest_collection_finish():
-    if find_spec("triton") and not gpu():
-        os.environ.pop(SWITCH, None)
 
 
 @pytest.fixture(autouse=True, scope="module")

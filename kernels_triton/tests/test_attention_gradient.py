@@ -65,6 +65,38 @@ def test_gradients_of_two_parts_add_up(kernel, dim):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kernel", ["triton", "standard"])
+def test_gradients_of_rows_without_keys_or_without_queries_are_zero(kernel):
+    # The queries of row 1 see keys of another call, and no query of this call sees the keys of row 2.
+    query_lengths, key_lengths = [5, 17, 0, 3], [5, 0, 17, 9]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, out, dout = (
+        torch.randn(n, 2, 16, generator=generator).to(DEVICE) for n in (25, 31, 31, 25, 25)
+    )
+    lse, dlse = (torch.randn(25, 2, generator=generator).to(DEVICE) for _ in range(2))
+    queries, keys = scree.from_lengths(q, query_lengths), scree.from_lengths(k, key_lengths)
+    rows = [slice(0, 5), slice(22, 25)], [slice(0, 5), slice(22, 31)]
+    expected = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for q_row, k_row in zip(*rows):
+        leaves = [x.double().requires_grad_() for x in (q[q_row], k[k_row], v[k_row])]
+        scores = torch.einsum("ihd,jhd->hij", *leaves[:2]) / 4
+        offset = scores.shape[2] - scores.shape[1]
+        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(offset + 1).bool(), -torch.inf)
+        result = torch.einsum("hij,jhd->ihd", scores.softmax(-1), leaves[2])
+        log_sums = scores.logsumexp(-1).t()
+        out[q_row], lse[q_row] = result.detach().float(), log_sums.detach().float()
+        loss = (result * dout[q_row]).sum() + (log_sums * dlse[q_row]).sum()
+        for target, row, x in zip(
+            expected, (q_row, k_row, k_row), torch.autograd.grad(loss, leaves)
+        ):
+            target[row] = x.float()
+    attention = AttentionCall(queries, keys, keys.with_values(v), causal=True)
+    call = AttentionGradientCall(attention, out, lse, dout, dlse)
+    actual = OPERATIONS["attention_gradient"].run_call(call, kernel)
+    for x, y in zip(actual, expected):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_attention_backward_prepares_the_launches_of_a_layout_once(monkeypatch):
     cu = torch.tensor([0, 4, 21], dtype=torch.int32, device=DEVICE)
     q, k, v, dout = (torch.randn(21, 2, 16, device=DEVICE) for _ in range(4))

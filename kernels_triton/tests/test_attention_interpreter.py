@@ -7,7 +7,6 @@ they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 import heapq
 import importlib
 import inspect
-import os
 import random
 import re
 import subprocess
@@ -16,10 +15,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from attention_reference import Case, check_public_call, distance, offsets, problem, reference
 
 import scree

@@ -5,15 +5,10 @@ Without a GPU the kernels run in Triton's interpreter.
 
 import copy
 import gc
-import os
 import weakref
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from attention_reference import distance, offsets
 from torch.utils.checkpoint import checkpoint
 

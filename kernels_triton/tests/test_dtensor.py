@@ -1,6 +1,5 @@
 """DTensor: operators run on the shards of two processes, with the results of one."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -10,9 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import scree
 
@@ -117,6 +113,10 @@ def run_all(rank, port, failures):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import implicit_replication
 
+    if DEVICE == "cpu":
+        from fast_interpreter import speed_up_interpreter
+
+        speed_up_interpreter()
     scree.namespace(torch.zeros(1))
     address = f"tcp://localhost:{port}"
     if DEVICE == "cuda":

@@ -4,7 +4,6 @@ Without a GPU the operators are registered for the CPU and run in Triton's inter
 """
 
 import inspect
-import os
 from itertools import pairwise
 
 import numpy as np
@@ -12,9 +11,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import scree.bridges.torch  # noqa: F401  # offers "scree" to PyTorch
 from scree_triton.attention import flash_backend

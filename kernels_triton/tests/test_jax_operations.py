@@ -269,6 +269,31 @@ def test_linear_cross_entropy_matches_a_loop_over_tokens(reduction, parts, monke
     compare(dw, grads[1].numpy(), 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("max_logits", "parts", "size"),
+    [
+        (None, 12, 1368),
+        (1 << 40, 1, 16384),
+        (7 * 1000, 2341, 7),
+        (2000 * 1000, 9, 1824),
+        (1, 16384, 1),
+    ],
+)
+def test_linear_cross_entropy_has_at_most_max_logits(max_logits, parts, size):
+    kinds = jax.ShapeDtypeStruct
+
+    def loss(x, weight, targets):
+        return scree.linear_cross_entropy(
+            x, weight, targets, max_logits=max_logits, kernel="triton_jax"
+        )
+
+    arguments = kinds((16384, 8), jnp.float32), kinds((1000, 8), jnp.float32)
+    targets = kinds((16384,), jnp.int32)
+    traced = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arguments, targets))
+    assert f"f32[{parts},{size},8]" in traced
+    assert f"f32[{size},1000]" in traced
+
+
 def test_linear_cross_entropy_of_no_token_has_no_gradient():
     x, w = jnp.ones((3, 4)), jnp.ones((5, 4))
 

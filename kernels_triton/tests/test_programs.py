@@ -1,6 +1,5 @@
 """What a program around the kernels sees: devices, streams, graphs, compilers and dispatch modes."""
 
-import os
 import subprocess
 import sys
 import time
@@ -8,13 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import numpy as np
 from program_calls import CALLS, HEADS, LENGTHS, NOT_DIFFERENTIABLE, READS_OFFSETS, make_inputs, run
 from stress import is_equal, stress_streams
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import scree
 from scree.distributed import shard, unshard
-from scree.distributed import torch as collectives
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +54,6 @@ def work(rank, folder):
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=device)
     mesh = dist.device_mesh.init_device_mesh("cuda", (2,))
-    collectives.MIN_CHUNKED_TOKENS = 0  # exchanges heads in two chunks
     for name, lengths in LAYOUTS.items():
         generator = torch.Generator(device).manual_seed(0)
         total = sum(lengths)

@@ -469,6 +469,19 @@ def test_repeated_calls_on_paged_caches_select_a_kernel_once(is_ragged: bool) ->
             f(page_table=[[0, 1], [2, 3]])
         with pytest.raises(ValueError, match="kv_lengths"):
             f(kv_lengths=lengths[:1])
+    scale = torch.ones(2)
+    for scales in ({"k_scale": 0.5}, {"v_scale": 0.5}, {"k_scale": 0.5, "v_scale": 2.0}, {"k_scale": 2},
+                   {"k_scale": scale, "v_scale": 0.5}, {"k_scale": scale, "v_scale": scale}):  # fmt: skip
+        before = len(calls)
+        for _ in range(2):
+            result = attend(**scales)
+            assert {name: result[name] for name in scales} == scales
+        assert len(calls) == before + 1, scales
+    assert attend(k_scale=scale, v_scale=scale + 1)["v_scale"].tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="k_scale"):
+        attend(k_scale=torch.ones(3), v_scale=0.5)
+    with pytest.raises(TypeError, match="k_scale"):
+        attend(k_scale=[1.0, 1.0], v_scale=0.5)
     wrongs: list[dict[str, Any]] = [{"causal": 1}, {"window": True}, {"split_size": True}]
     for wrong in (*wrongs, {"return_lse": 0}):
         with pytest.raises(TypeError, match=next(iter(wrong))):

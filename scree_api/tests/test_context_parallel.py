@@ -4,21 +4,20 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from processes import TIMEOUT, run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import scree
 from scree.data import split_balanced
 from scree.distributed import shard, unshard
-from scree.distributed.pieces import KeyPlan, Pieces, cut_rows, plan_keys, plan_remote_keys
+from scree.distributed.pieces import KeyPlan, Pieces, SplitPlan, cut_rows, plan_keys, plan_split
 from scree.ops.attention import AttentionCall
 
 WINDOWS = [(True, None), (True, 5), (False, None), (False, (3, 2)), (False, (None, 4))]
@@ -125,7 +124,7 @@ def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
 def check_heads(mesh: Any, size: int) -> None:
     """Exchange heads for tokens, which all masks and slopes allow."""
     lengths = make_lengths(2)
-    # Two key heads per rank, which large batches exchange in two chunks; values are wider.
+    # Two key heads per rank; values are wider.
     total, heads = int(lengths.sum()), (4 * size, 2 * size)
     leaves = [random(i, total, h, 4 + 2 * (i == 2)) for i, h in enumerate((*heads, heads[1]))]
     slopes = random(3, lengths.size, heads[0]).abs()
@@ -144,8 +143,7 @@ def check_heads(mesh: Any, size: int) -> None:
             result = scree.attention(q, k, v, sinks=sinks if has_lse else None, **options)
             return list(result) if has_lse else [result]
 
-        with patch("scree.distributed.torch.MIN_CHUNKED_TOKENS", 0 if i else 1000):
-            compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
+        compare(attend, [*leaves, random(9, heads[0])], lengths, 3, mesh, "heads")
     x = shard(scree.from_lengths(leaves[0][:, :1], lengths), mesh, exchange="heads")
     with pytest.raises(ValueError, match="exchange: expected the number of ranks"):
         scree.attention(x, x, x)
@@ -311,14 +309,16 @@ def check_compile(group: Any) -> None:
     torch.testing.assert_close(unshard(compiled(shard(x, group))).values, layer(x).values)
 
 
-def check_half_precision(mesh: Any) -> None:
+def check_half_precision(mesh: Any, exchange: str) -> None:
     lengths = make_lengths(2)
-    leaves = [random(i, int(lengths.sum()), 2, 8).to(torch.bfloat16) for i in range(3)]
+    # A head of 7 elements is not a number of words.
+    dim = 7 if exchange == "keys" else 8
+    leaves = [random(i, int(lengths.sum()), 4, dim).to(torch.bfloat16) for i in range(3)]
     q, k, v = (scree.from_lengths(x.double().requires_grad_(), lengths) for x in leaves)
     out = scree.attention(q, k, v, causal=True)
     out.values.sum().backward()
     inputs = [x.requires_grad_() for x in leaves]
-    parts = [shard(scree.from_lengths(x, lengths), mesh) for x in inputs]
+    parts = [shard(scree.from_lengths(x, lengths), mesh, exchange=exchange) for x in inputs]
     assert (parts[0] + parts[1]).layout.cut == parts[2].layout.cut
     actual = scree.attention(*parts, causal=True)
     actual.values.float().sum().backward()
@@ -377,15 +377,11 @@ def check_death(mesh: Any, rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         scree.attention(x, x, x, causal=True)
-    assert time.monotonic() - start < 60, "the time-out of the process group"
+    assert time.monotonic() - start < TIMEOUT, "the time-out of the process group"
 
 
 def work(rank: int, folder: Path) -> None:
     """Run the checks in one of the processes, on groups of 4, 3 and 2 of them."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 4)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
     groups = [mesh.get_group(), *(dist.new_group(list(range(size))) for size in (3, 2))]
     for i, group in enumerate(groups):
@@ -397,14 +393,15 @@ def work(rank: int, folder: Path) -> None:
         check_compile(groups[2])
     check_refusals(mesh)
     check_checkpoint(mesh)
-    check_half_precision(mesh)
+    for exchange in ("keys", "heads"):
+        check_half_precision(mesh, exchange)
     check_fsdp()
     check_death(mesh, rank)
     (folder / f"done-{rank}").touch()
 
 
 def test_shards_have_the_results_and_gradients_of_whole_rows(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (tmp_path,), 4)
+    run_ranks(work, 4, tmp_path)
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1", "done-2"}
 
 
@@ -475,6 +472,51 @@ def delivered_keys(
     return [x for source, start, length in plan.keys for x in buffers[source][start:][:length]]
 
 
+def check_split(
+    pieces: Pieces,
+    splits: list[Any],
+    rank: int,
+    split: SplitPlan,
+    lengths: np.ndarray,
+    window: tuple[int | None, ...],
+) -> None:
+    """Compare the pairs of query and key of both parts with all pairs of the queries of a rank."""
+    left, right = window
+    tokens, keys = tokens_of(pieces, rank), delivered_keys(pieces, splits, rank, split)
+    queries = [x for start, n in split.queries for x in tokens[start:][:n]]
+    pairs = []
+    for part, query_lengths, key_lengths in (
+        ((tokens, tokens), split.local_query_lengths, split.local_key_lengths),
+        ((queries, keys), split.query_lengths, split.key_lengths),
+    ):
+        first_query = first_key = 0
+        for num_queries, num_keys in zip(query_lengths.tolist(), key_lengths.tolist(), strict=True):
+            for i in range(num_queries):
+                for j in range(num_keys):
+                    distance = j - (i + num_keys - num_queries)  # aligned bottom-right
+                    if (left is None or distance >= -left) and (right is None or distance <= right):
+                        pairs.append((part[0][first_query + i], part[1][first_key + j]))
+            first_query, first_key = first_query + num_queries, first_key + num_keys
+        assert (first_query, first_key) == (len(part[0]), len(part[1]))
+    expected = [
+        ((row, query), (row, key))
+        for row, query in tokens
+        for key in range(lengths[row])
+        if (left is None or key >= query - left) and (right is None or key <= query + right)
+    ]
+    assert sorted(pairs) == expected
+    remote = [
+        x for (source, _, _), x in zip(split.keys, runs_of(split), strict=True) if source != rank
+    ]
+    received = [(source, i) for source, n in enumerate(split.received) for i in range(n)]
+    assert split.is_partition == (sorted(x for run in remote for x in run) == received)
+
+
+def runs_of(plan: KeyPlan) -> list[list[tuple[int, int]]]:
+    """Return per run of keys the rank and the index of each of its tokens."""
+    return [[(rank, start + i) for i in range(length)] for rank, start, length in plan.keys]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0), (3, 2), (None, 4)])
 def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None, ...]) -> None:
@@ -483,10 +525,9 @@ def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None
         lengths = make_lengths(seed).astype(np.int64)
         pieces = cut_rows(lengths, num_ranks, (1, 1))
         plans = [plan_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
-        remote = [plan_remote_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
+        splits = [plan_split(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
         for rank, plan in enumerate(plans):
             mine = np.flatnonzero(pieces.ranks == rank)
-            own = set(tokens_of(pieces, rank))
             every: dict[int, list[tuple[int, int]]] = {}
             for p in mine.tolist():
                 row, length = int(pieces.rows[p]), int(lengths[pieces.rows[p]])
@@ -508,7 +549,8 @@ def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None
             assert delivered_keys(pieces, plans, rank, plan) == expected
             counts = [n for group in plan.groups for n in group.key_lengths.tolist()]
             assert counts == [len(every[p]) for p in order]
-            other = remote[rank]
-            if other is not None:
-                expected = [x for p in mine.tolist() for x in every[p] if x not in own]
-                assert delivered_keys(pieces, remote, rank, other) == expected
+            split = splits[rank]
+            if split is None:
+                assert window in ((3, 2), (None, 4))
+                continue
+            check_split(pieces, splits, rank, split, lengths, window)

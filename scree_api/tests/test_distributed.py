@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 from torch.distributed.fsdp import fully_shard
 
 import scree
@@ -76,9 +77,6 @@ def train(model: torch.nn.Module, rank: int, num_ranks: int) -> list[float]:
 
 def work(rank: int, folder: Path) -> None:
     """Train in one of the processes."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     mesh = dist.device_mesh.init_device_mesh("cpu", (NUM_RANKS,))
     wrapped = {
         "ddp": torch.nn.parallel.DistributedDataParallel(Model()),
@@ -86,13 +84,12 @@ def work(rank: int, folder: Path) -> None:
     }
     losses = {name: train(model, rank, NUM_RANKS) for name, model in wrapped.items()}
     torch.save(losses, folder / f"losses-{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (folder,), NUM_RANKS)
+    run_ranks(work, NUM_RANKS, folder)
     return [torch.load(folder / f"losses-{rank}.pt") for rank in range(NUM_RANKS)]
 
 

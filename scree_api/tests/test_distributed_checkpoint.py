@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from processes import run_ranks
 from test_distributed import Model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -80,9 +81,6 @@ class Run:
 
 def work(rank: int, folder: Path) -> None:
     """Save in a group of two processes; load in a group of four, and in one process."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     losses, two = {}, dist.new_group([0, 1])
     if rank < 2:
         run = Run(two)
@@ -98,11 +96,10 @@ def work(rank: int, folder: Path) -> None:
     if rank == 0:
         losses[0] = Run().train(1)
         torch.save(losses, folder / "losses.pt")
-    dist.destroy_process_group()
 
 
 def test_checkpoint_of_two_processes_continues_on_one_and_on_four(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (tmp_path,), 4)
+    run_ranks(work, 4, tmp_path)
     losses = torch.load(tmp_path / "losses.pt")
     np.testing.assert_allclose(losses[1], losses[2], rtol=1e-5)
     np.testing.assert_allclose(losses[4], losses[2], rtol=1e-5)

@@ -13,6 +13,7 @@ import pytest
 from libraries import NAMES, load
 
 import scree
+from scree.backends import generic, override
 from scree.functions import EXTENSIONS, KINDS
 
 FUNCTIONS = [
@@ -167,3 +168,25 @@ def test_array_of_another_library_raises_our_error(library: str, call: str) -> N
             with pytest.raises(TypeError, match=r"expected .*got") as error:
                 CALLS[call](scree.namespace(x), x, y)
             assert load(other).r([1]).layout.backend.name in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["argmax", "argmin"])
+@pytest.mark.parametrize(("axis", "keepdims"), [(None, False), (0, False), (1, True), (-1, False)])
+def test_first_nan_is_the_extremum_of_a_library_that_returns_any_nan(
+    name: str, axis: int | None, keepdims: bool
+) -> None:
+    def any_nan(x: np.ndarray, *, axis: int | None, keepdims: bool) -> np.ndarray:
+        """Return the last NaN, or the extremum."""
+        reverse = np.flip(x, axis)
+        last = (x.size if axis is None else x.shape[axis]) - 1
+        position = last - np.argmax(np.isnan(reverse), axis=axis, keepdims=keepdims)
+        extremum = getattr(np, name)(x, axis=axis, keepdims=keepdims)
+        return np.where(np.isnan(x).any(axis=axis, keepdims=keepdims), position, extremum)
+
+    function = generic.first_nan(override(np, **{name: any_nan}), name)
+    values = np.asarray([[1.0, np.nan, np.nan], [3.0, -2.0, 0.5], [np.nan, 7.0, np.nan]])
+    for x in (values, values[1:2], values.astype(np.float32)):
+        expected = getattr(np, name)(x, axis=axis, keepdims=keepdims)
+        np.testing.assert_array_equal(function(x, axis=axis, keepdims=keepdims), expected)
+    whole = np.asarray([[3, 1, 3]])
+    np.testing.assert_array_equal(generic.first_nan(np, name)(whole), getattr(np, name)(whole))

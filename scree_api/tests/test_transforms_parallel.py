@@ -3,13 +3,13 @@
 DDP and FSDP2 train on ragged batches as one process does, and find the tensors inside of them.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import scree
@@ -90,9 +90,6 @@ WRAPPERS = {wrap.__name__: wrap for wrap in (ddp, fsdp, half)}
 
 def work(rank: int, folder: Path) -> None:
     """One of the processes."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), len(LENGTHS))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(LENGTHS))
     for name, wrap in WRAPPERS.items():
         model, seen = Model(), []
 
@@ -112,15 +109,12 @@ def work(rank: int, folder: Path) -> None:
             for key, x in found.items()
         }
         torch.save((whole, seen), folder / f"{name}-{rank}.pt")
-    dist.destroy_process_group()
-    # Without this, a thread of PyTorch that calls Python while the interpreter ends aborts the process.
-    os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (path,), len(LENGTHS))
+    run_ranks(work, len(LENGTHS), path)
     return path
 
 

@@ -46,6 +46,13 @@ def command(
         bool,
         typer.Option("--model", help="Also train a model, data parallel and context parallel."),
     ] = False,
+    settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings",
+            help="Also train a model data parallel with several settings of DDP and FSDP2.",
+        ),
+    ] = False,
     mesh: Annotated[
         str,
         typer.Option(
@@ -55,7 +62,9 @@ def command(
     ] = "",
     size: Annotated[
         str,
-        typer.Option(help="Model of --model, --mesh and balance: 124m on CUDA, tiny on the CPU."),
+        typer.Option(
+            help="Model of --model, --settings, --mesh and balance: 124m on CUDA, tiny on the CPU."
+        ),
     ] = "",
     peers: Annotated[
         Path | None,
@@ -97,7 +106,7 @@ def command(
         scale = SCALES[session.device, quick]
         job = Job(
             session.device,
-            _sequence(parts, batches, scale, model, bool(mesh), bool(peers)),
+            _sequence(parts, batches, scale, model, settings, bool(mesh), bool(peers)),
             scale,
             HEADS[session.device],
             str(peers or ""),
@@ -111,7 +120,13 @@ def command(
 
 
 def _sequence(
-    parts: str, batches: str, scale: int, has_model: bool, has_mesh: bool, has_peers: bool
+    parts: str,
+    batches: str,
+    scale: int,
+    has_model: bool,
+    has_settings: bool,
+    has_mesh: bool,
+    has_peers: bool,
 ) -> tuple[str, ...]:
     """Return the names of the parts in the order in which they run; see `Job`."""
     chosen = parse_words(parts, "--parts", PARTS)
@@ -119,6 +134,7 @@ def _sequence(
     sequence = [f"attention: {name}" for name in names]
     sequence += ["balance"] if "balance" in chosen else []
     sequence += [f"model: {name}" for name in MODEL_BATCHES if has_model]
+    sequence += [f"settings: {MODEL_BATCHES[0]}"] if has_settings else []
     sequence += [f"mesh: {name}" for name in MODEL_BATCHES if has_mesh]
     sequence += [f"peers: {name}" for name in names if has_peers]
     return tuple(sequence)

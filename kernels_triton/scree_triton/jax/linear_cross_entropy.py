@@ -18,9 +18,9 @@ from scree.ops.segment import safe_divide
 from .devices import rejects_arrays, rejects_partitioning
 from .operations import vary_alike
 
-#: The fewest tokens per part, so that the products are efficient.
+#: The fewest tokens per part without `max_logits`, so that the products are efficient.
 MIN_TOKENS = 1024
-#: The most parts, unless a part would have more logits than `MAX_LOGITS`.
+#: The most parts without `max_logits`, unless a part would have more logits than `MAX_LOGITS`.
 MAX_PARTS = 12
 MAX_LOGITS = 1 << 28
 DTYPES = ("float16", "bfloat16", "float32")
@@ -29,7 +29,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 class Static(NamedTuple):
     """The static part of a call."""
 
-    parts: int
+    part_size: int
+    """The tokens per part; the last part is padded."""
     ignore_index: int
 
 
@@ -54,28 +55,38 @@ def rejects(call: LinearCrossEntropyCall) -> str | None:
 
 def linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
     """Compute a call for which `rejects` returns None."""
-    (total, _), classes = call.values.shape, call.weight.shape[0]
-    tokens = max(MIN_TOKENS, -(-total // MAX_PARTS))
-    tokens = max(1, min(tokens, MAX_LOGITS // classes))
     counted = call.counted
     targets = jnp.where(counted, call.labels, call.ignore_index).astype(jnp.int32)
     # Tokens that do not count may hold anything.
     x = jnp.where(counted[:, None], call.values, 0)
-    static = Static(-(-total // tokens), call.ignore_index)
+    static = Static(_part_size(call), call.ignore_index)
     loss = _sum_of_losses(static, *vary_alike([x, call.weight, targets]))
     if call.reduction == "sum":
         return loss
     return safe_divide(jnp, loss, jnp.sum(counted, dtype=jnp.int32).astype(loss.dtype))
 
 
+def _part_size(call: LinearCrossEntropyCall) -> int:
+    """Return the tokens per part."""
+    total, classes = call.values.shape[0], call.weight.shape[0]
+    if call.max_logits is None:
+        tokens = min(max(MIN_TOKENS, -(-total // MAX_PARTS)), MAX_LOGITS // classes)
+    else:
+        tokens = call.max_logits // classes
+    parts = -(-total // max(1, tokens))
+    size = -(-total // parts)
+    # Products with other sizes are slower. A limit of the caller is never exceeded.
+    aligned = size + -size % 8
+    return size if call.max_logits is not None and aligned > tokens else aligned
+
+
 def _split(static: Static, x: Any, targets: Any) -> tuple[Any, Any]:
     """Return the parts of tokens and of targets; the last part is padded with ignored targets."""
-    size = -(-x.shape[0] // static.parts)
-    size += -size % 8  # products with other sizes are slower
-    padding = static.parts * size - x.shape[0]
+    size = static.part_size
+    padding = -x.shape[0] % size
     x = jnp.pad(x, ((0, padding), (0, 0)))
     targets = jnp.pad(targets, (0, padding), constant_values=static.ignore_index)
-    return x.reshape(static.parts, size, -1), targets.reshape(static.parts, size)
+    return x.reshape(-1, size, x.shape[1]), targets.reshape(-1, size)
 
 
 def _loss_of_part(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, Any]:

@@ -10,9 +10,9 @@ compiled function serves all offsets of one shape.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -51,6 +51,9 @@ class Entry(NamedTuple):
     """
 
 
+#: The most signatures in each cache: each number of tokens is another signature. Recording a program again
+#: gives the same launches.
+MAX_SIGNATURES = 1024
 #: The operations that JAX runs by kernels, besides attention.
 TABLE: dict[str, Entry] = {
     "append_paged": Entry(has_gradient=False),
@@ -109,6 +112,21 @@ class Signature(NamedTuple):
     """The attributes of the call record, with the classes above in place of arrays."""
     types: tuple[tuple[tuple[int, ...], np.dtype], ...]
     """Shape and dtype of each array."""
+
+
+def _kind_of(signature: Signature) -> Hashable:
+    """Return the key in `UNAVAILABLE` of calls with any number of tokens and rows."""
+
+    def kind_of(x: Any) -> Any:
+        if isinstance(x, _Ragged):
+            return "ragged", x.values, x.rows.offsets, x.ragged_dim
+        return ("rows", x.offsets) if isinstance(x, _Rows) else x
+
+    return (
+        signature.operation,
+        tuple(map(kind_of, signature.attributes)),
+        tuple((shape[1:], dtype) for shape, dtype in signature.types),
+    )
 
 
 def _is_of_jax(call: Any) -> bool:
@@ -228,8 +246,7 @@ def _inputs_of(signature: Signature, needs_grad: Sequence[bool]) -> list[torch.T
     ]
 
 
-# Without a limit: JAX keeps the compiled function of every signature too.
-@cache
+@lru_cache(MAX_SIGNATURES)
 def _record_program(signature: Signature, needs_grad: tuple[bool, ...]) -> _Program:
     """Record the launches of a call, and of the gradients of some of its arrays."""
     inputs = _inputs_of(signature, needs_grad)
@@ -449,8 +466,8 @@ def _rules(standard: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[.
     return batch, derive
 
 
-def _signature_of(*_: Any, static: _Static) -> Signature:
-    return static.signature
+def _static_kind(*_: Any, static: _Static) -> Hashable:
+    return _kind_of(static.signature)
 
 
 _forward_primitive = define_primitive(
@@ -459,7 +476,7 @@ _forward_primitive = define_primitive(
     _forward_kernels,
     _forward_standard,
     *_rules(_forward_standard),
-    _signature_of,
+    _static_kind,
 )
 _backward_primitive = define_primitive(
     "scree_kernels_gradient",
@@ -467,7 +484,7 @@ _backward_primitive = define_primitive(
     _backward_kernels,
     _backward_standard,
     *_rules(_backward_standard),
-    _signature_of,
+    _static_kind,
 )
 #: Primitive -> its function on CUDA.
 PRIMITIVES = {_forward_primitive: _forward_kernels, _backward_primitive: _backward_kernels}
@@ -580,10 +597,12 @@ def rejects(operation: str, call: Any) -> str | None:
         hash(signature)
     except TypeError:
         return "the Triton kernels for JAX take arrays of JAX, and options that can be hashed"
-    return UNAVAILABLE.get(signature) or _rejects_signature(signature)
+    if UNAVAILABLE and (reason := UNAVAILABLE.get(_kind_of(signature))):
+        return reason
+    return _rejects_signature(signature)
 
 
-@cache
+@lru_cache(MAX_SIGNATURES)
 def _rejects_signature(signature: Signature) -> str | None:
     """Return why the kernels cannot serve calls with a signature; None if they can."""
     operation = signature.operation
@@ -601,7 +620,7 @@ def _rejects_signature(signature: Signature) -> str | None:
         return f"the Triton kernels for JAX need nothing of PyTorch between launches, but {error}"
     # A launch config or a function of PyTorch may raise any error on tensors without data.
     except Exception as error:
-        return record_failure(operation, signature, error)
+        return record_failure(operation, _kind_of(signature), error)
     return None
 
 

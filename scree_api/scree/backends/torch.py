@@ -158,19 +158,39 @@ def _metadata(x: Any) -> tuple[Any, ...]:
 def _make_guard(arrays: list[torch.Tensor]) -> Callable[..., bool] | None:
     """Return the guard of compiled PyTorch code, which runs in C++, or else one in Python.
 
-    PyTorch's guard rejects a tensor that occurs twice. Tensor subclasses have no guard: they must
-    see every operator.
+    PyTorch's guard rejects a tensor that occurs twice, as one array of scales of keys and of values.
+    Tensor subclasses have no guard: they must see every operator.
     """
     if any(type(x) not in _PLAIN_TYPES for x in arrays):
         return None
-    if _TENSOR_GUARDS and len({*map(id, arrays)}) == len(arrays):
-        return _TENSOR_GUARDS(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     expected = [_metadata(x) for x in arrays]
-    return lambda *others: (
-        all(isinstance(x, torch.Tensor) for x in others)
-        and [*map(_metadata, others)] == expected
-        and not peek_interpreter_stack()
-    )
+
+    def check_metadata(*others: Any) -> bool:
+        return (
+            all(isinstance(x, torch.Tensor) for x in others)
+            and [*map(_metadata, others)] == expected
+            and not peek_interpreter_stack()
+        )
+
+    if not _TENSOR_GUARDS:
+        return check_metadata
+    ids = [*map(id, arrays)]
+    repeated = [i for i, x in enumerate(ids) if ids.index(x) < i]
+    if len(repeated) > 1:
+        return check_metadata
+    different = [x for i, x in enumerate(arrays) if i not in repeated]
+    check = _TENSOR_GUARDS(*different, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if not repeated:
+        return check
+    second = repeated[0]
+    first = ids.index(ids[second])
+
+    def check_different(*others: Any) -> bool:
+        if others[first] is others[second]:
+            return check(*others[:second], *others[second + 1 :])
+        return check_metadata(*others)
+
+    return check_different
 
 
 def _tensor_guards() -> Any:

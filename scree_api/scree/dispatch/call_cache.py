@@ -18,6 +18,8 @@ MAX_KEYS = 4096  # per layout; bounds the cache when options never repeat
 MAX_GUARDS = 8  # per key; the oldest entry is dropped
 #: Types of options without elements. Two such options are the same if they and their types are equal.
 PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
+#: Types of numbers that a call may have in place of an array. They are a part of its key.
+_NUMBER_TYPES = frozenset({int, float})
 
 
 class Entry:
@@ -51,13 +53,13 @@ def lookup(
     """Return the entries for an operation, options, a provider and layouts, and their dense arrays.
 
     The guards of the entries check the dense arrays. The entries are None if the call cannot be
-    cached. A layout comes first in `arrays`, followed by dense arrays. The entries are also kept
-    under `short_key`, for `Operation.recall`.
+    cached. A layout comes first in `arrays`, followed by dense arrays and numbers. The entries are
+    also kept under `short_key`, for `Operation.recall`.
     """
     values: list[Any] = []
     layout: Layout | None = None
     second: Layout | None = None
-    axes: list[Any] = []  # per array: the layout it is on, and its ragged axis
+    axes: list[Any] = []  # per array: the layout it is on, and its ragged axis; or the number
     # Every call of an operation runs this loop, so the common cases come first.
     for x in arrays.values():
         if x is None:
@@ -76,8 +78,11 @@ def lookup(
             else:
                 return None, values
         elif layout is not None:
-            axes.append("dense")
-            values.append(x)
+            if cls in _NUMBER_TYPES:  # instead of an array
+                axes.append((cls, x))
+            else:
+                axes.append("dense")
+                values.append(x)
         elif cls is Layout:
             layout = x
         else:

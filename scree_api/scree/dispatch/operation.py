@@ -235,9 +235,12 @@ class Operation:
         for candidate in self.kernels:
             if kernel is not None and candidate.provider != kernel:
                 continue
-            reason = candidate.rejects(call)
-            if reason is None and self.unavailable:
+            reason = None
+            if self.unavailable:
                 reason = self.unavailable.get((candidate.provider, _kind_of(call)))
+            # A kernel may keep a call that it accepts until it runs, so this comes last.
+            if reason is None:
+                reason = candidate.rejects(call)
             if reason is None:
                 return candidate, rejected
             rejected[candidate.provider] = reason

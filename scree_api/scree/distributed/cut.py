@@ -10,13 +10,12 @@ from ..array import Array
 from ..checks import check_whole
 from ..layout import SHARD_LAYOUTS, Layout
 from ..ops.attention import AttentionCall
-from ..ops.merge_attention import merge_attention
 from .exchange import HeadCounts, is_faster_by_heads
 from .operations import ShardOperations, map_results
-from .pieces import GroupPlan, KeyGroup, Pieces, RemotePlan, plan_keys, plan_remote_keys
+from .pieces import GroupPlan, KeyGroup, Pieces, SplitPlan, find_token_runs, plan_keys, plan_split
 
 if TYPE_CHECKING:
-    from .torch import Group, TokenOrder
+    from .torch import Group, TokenRuns
 
 
 class Cut(ShardOperations):
@@ -111,9 +110,9 @@ class Cut(ShardOperations):
             return self._restore("attention", layout, operation.run(local, options, kernel))
         if self.exchanges_heads(call):
             return self._attention_of_heads(operation, call, layout, options, kernel)
-        remote = None if call.alibi_slopes is not None else self._remote_plan(*call.window)
-        if remote is not None:
-            return self._attention_to_parts(operation, call, layout, options, kernel, remote)
+        split = None if call.alibi_slopes is not None else self._split_plan(*call.window)
+        if split is not None:
+            return self._attention_in_parts(operation, call, layout, options, kernel, *split)
         slopes = call.alibi_slopes
         if slopes is not None and not call.causal:
             raise ValueError(
@@ -149,47 +148,48 @@ class Cut(ShardOperations):
         shards = [Array.from_layout(x, layout) for x in outputs]
         return tuple(shards) if call.return_lse else shards[0]
 
-    def _attention_to_parts(
+    def _attention_in_parts(
         self,
         operation: Any,
         call: AttentionCall,
         layout: Layout,
         options: dict[str, Any],
         kernel: str | None,
-        remote: tuple[RemotePlan, Layout, Layout],
+        plan: SplitPlan,
+        layouts: list[tuple[Layout, Layout]],
     ) -> Any:
-        """Compute attention to the keys of this rank while the keys of other ranks arrive."""
-        plan, queries, keys = remote
-        local = self.local_layout if plan.has_rows else self.piece_layout
-        parts = _Parts(operation, options, kernel, local, queries, keys, plan.window)
-        out, lse = self.group.attend_to_parts(
+        """Compute attention that needs no keys of other ranks while these keys arrive."""
+        parts = _Parts(operation, options, kernel, layouts)
+        out, lse = self.group.attend_in_parts(
             call.q.values, call.k.values, call.v.values, plan, parts
         )
         out, lse = Array.from_layout(out, layout), Array.from_layout(lse, layout)
         return (out, lse) if call.return_lse else out
 
-    def _remote_plan(
+    def _split_plan(
         self, left: int | None, right: int | None
-    ) -> tuple[RemotePlan, Layout, Layout] | None:
-        """Return the plan, the layout of its queries, and the layout of the keys of other ranks.
+    ) -> tuple[SplitPlan, list[tuple[Layout, Layout]]] | None:
+        """Return the plan of `plan_split`, and per part the layouts of its queries and of its keys."""
 
-        None where `plan_remote_keys` has no plan.
-        """
-
-        def make() -> tuple[RemotePlan, Layout, Layout] | None:
-            plan = plan_remote_keys(
+        def make() -> tuple[SplitPlan, list[tuple[Layout, Layout]]] | None:
+            plan = plan_split(
                 self.pieces, self._lengths, self.group.rank, self.group.size, (left, right)
             )
             if plan is None:
                 return None
             lib, like = self.local_layout.backend, self.local_layout.offsets
-            queries, keys = (
-                Layout.from_host_lengths(lib, x, like=like)
-                for x in (plan.query_lengths, plan.key_lengths)
-            )
-            return plan, queries, keys
+            layouts = []
+            for lengths in (
+                (plan.local_query_lengths, plan.local_key_lengths),
+                (plan.query_lengths, plan.key_lengths),
+            ):
+                queries = Layout.from_host_lengths(lib, lengths[0], like=like)
+                is_equal = np.array_equal(*lengths)
+                keys = queries if is_equal else Layout.from_host_lengths(lib, lengths[1], like=like)
+                layouts.append((queries, keys))
+            return plan, layouts
 
-        return self.local_layout.cached(("remote keys", left, right), make)
+        return self.local_layout.cached(("split", left, right), make)
 
     def exchanges_heads(self, call: AttentionCall) -> bool:
         """Return whether all ranks exchange heads for tokens, instead of sending keys."""
@@ -210,7 +210,7 @@ class Cut(ShardOperations):
             is_cut = np.ones(self._lengths.size, bool)
             is_whole = self.pieces.lengths == self._lengths[self.pieces.rows]
             is_cut[self.pieces.rows[is_whole]] = False
-            overlaps = not has_slopes and self._remote_plan(*window) is not None
+            overlaps = not has_slopes and self._split_plan(*window) is not None
             return is_faster_by_heads(self._lengths, is_cut, size, counts, window, overlaps)
 
         key = "exchanges heads", counts, window, has_slopes
@@ -225,20 +225,19 @@ class Cut(ShardOperations):
         kernel: str | None,
     ) -> Any:
         """Compute attention of whole rows for a part of the heads (Ulysses)."""
-        xp, group, whole = layout.xp, self.group, self.whole
-        token_order = self._token_order()
+        group, whole = self.group, self.whole
+        runs: TokenRuns = self.local_layout.cached(
+            "token runs", lambda: find_token_runs(self.pieces, self._lengths, group.size)
+        )
         if call.alibi_slopes is None:
-            rows = _Parts(operation, options, kernel, whole, whole, whole, (None, None))
+            rows = _Parts(operation, options, kernel, [(whole, whole)])
             out, lse = group.attend_to_heads(
-                call.q.values, call.k.values, call.v.values, token_order, rows, call.return_lse
+                call.q.values, call.k.values, call.v.values, runs, rows, call.return_lse
             )
             result = Array.from_layout(out, layout)
             return (result, Array.from_layout(lse, layout)) if call.return_lse else result
-        counts, order, inverse = token_order
         q, k, v = (
-            Array.from_layout(
-                xp.take(group.tokens_of_all_ranks(x.values, counts), order, axis=0), whole
-            )
+            Array.from_layout(group.tokens_of_all_ranks(x.values, runs), whole)
             for x in (call.q, call.k, call.v)
         )
         heads = call.num_heads // group.size
@@ -246,24 +245,9 @@ class Cut(ShardOperations):
         result = operation.run({"q": q, "k": k, "v": v, "alibi_slopes": slopes}, options, kernel)
 
         def to_shard(x: Array) -> Array:
-            values = xp.take(x.values, inverse, axis=0)
-            return Array.from_layout(group.heads_of_all_ranks(values, counts), layout)
+            return Array.from_layout(group.heads_of_all_ranks(x.values, runs), layout)
 
         return map_results(to_shard, result)
-
-    def _token_order(self) -> TokenOrder:
-        """Return the order of the tokens of the batch on the ranks."""
-        from .torch import TokenOrder
-
-        def make() -> TokenOrder:
-            indices = [self.whole_index(rank) for rank in range(self.group.size)]
-            inverse = np.concatenate(indices)
-            order = self.whole.to_index(np.argsort(inverse))
-            return TokenOrder(
-                [index.size for index in indices], order, self.whole.to_index(inverse)
-            )
-
-        return self.local_layout.cached("token order", make)
 
     def _key_plan(self, left: int | None, right: int | None) -> tuple[GroupPlan, list[QueryGroup]]:
         def make() -> tuple[GroupPlan, list[QueryGroup]]:
@@ -297,59 +281,46 @@ class Cut(ShardOperations):
 
 
 class _Parts(NamedTuple):
-    """Attention to the keys of this rank, and to the keys of other ranks; implements `torch.Parts`.
+    """Attention of the parts of a call; implements `torch.Parts`.
 
     Attributes
     ----------
     operation, options, kernel
         The attention operation, its options, and the provider that must run it or None.
-    local
-        Layout of the tokens of this rank, or of the whole rows if the ranks exchange heads.
-    queries, keys
-        Layouts of the queries that see keys of other ranks, and of these keys.
-    window
-        The window between `queries` and `keys`.
+    layouts
+        Per part the layouts of its queries and of its keys.
     """
 
     operation: Any
     options: dict[str, Any]
     kernel: str | None
-    local: Layout
-    queries: Layout
-    keys: Layout
-    window: tuple[int | None, int | None]
+    layouts: list[tuple[Layout, Layout]]
 
-    def _call(
-        self, q: Any, k: Any, v: Any, is_local: bool
+    def _arguments(
+        self, part: int, q: Any, k: Any, v: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arrays and the options of one part."""
-        layouts = (self.local, self.local) if is_local else (self.queries, self.keys)
+        queries, keys = self.layouts[part]
         arrays = {
-            "q": Array.from_layout(q, layouts[0]),
-            "k": Array.from_layout(k, layouts[1]),
-            "v": Array.from_layout(v, layouts[1]),
+            "q": Array.from_layout(q, queries),
+            "k": Array.from_layout(k, keys),
+            "v": Array.from_layout(v, keys),
             "alibi_slopes": None,
         }
-        options = {**self.options, "return_lse": True}
-        return arrays, options if is_local else {**options, "causal": False, "window": self.window}
+        return arrays, {**self.options, "return_lse": True}
 
-    def attend(self, q: Any, k: Any, v: Any, is_local: bool) -> tuple[Any, Any]:
+    def attend(self, part: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return the output and the log-sum-exp of a part."""
-        arrays, options = self._call(q, k, v, is_local)
-        out, lse = self.operation.run(arrays, options, self.kernel)
+        out, lse = self.operation.run(*self._arguments(part, q, k, v), self.kernel)
         return out.values, lse.values
 
-    def merge(self, outputs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
-        """Return the output and the log-sum-exp for all keys."""
-        return merge_attention(outputs, lses)
-
     def gradients(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_local: bool
+        self, part: int, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of q, k and v of a part."""
         from ..providers.torch_attention_gradient import attention_gradient
 
-        arrays, options = self._call(q, k, v, is_local)
+        arrays, options = self._arguments(part, q, k, v)
         return attention_gradient(AttentionCall(**arrays, **options), out, lse, dout, dlse)
 
 

@@ -59,7 +59,7 @@ def is_faster_by_heads(
     window
         (left, right): number of visible keys before and after a query. None is unbounded.
     overlaps
-        Whether the exchange of keys runs during attention to the keys of the rank.
+        Whether the exchange of keys runs during attention of queries that need no keys of other ranks.
     """
     left, right = window
     remote_fraction = (num_ranks - 1) / num_ranks

@@ -173,6 +173,27 @@ def _assign_whole_rows(
     return rank_of_row, loads
 
 
+def find_token_runs(
+    pieces: Pieces, lengths: np.ndarray, num_ranks: int
+) -> list[list[tuple[int, int]]]:
+    """Return per rank, in the order of its tokens, its runs (start, length) of the tokens of all rows.
+
+    Parameters
+    ----------
+    pieces
+        The pieces of all ranks.
+    lengths
+        (n,) int64 lengths of the whole rows.
+    num_ranks
+        Number of ranks.
+    """
+    starts = (np.cumsum(lengths) - lengths)[pieces.rows] + pieces.starts
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    for run in zip(pieces.ranks.tolist(), starts.tolist(), pieces.lengths.tolist(), strict=True):
+        _append_run(runs[run[0]], run)
+    return [[(start, length) for _, start, length in part] for part in runs]
+
+
 class _KeyTables:
     """The keys that the pieces of all ranks see, and the tokens that one rank exchanges for them.
 
@@ -347,69 +368,89 @@ def plan_keys(
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePlan(KeyPlan):
-    """The keys of other ranks that the queries of a rank see.
+class SplitPlan(KeyPlan):
+    """Attention of a rank in two parts: queries that see keys of this rank only, and all others.
+
+    `keys` are the keys of the second part.
 
     Attributes
     ----------
-    has_rows
-        True if all tokens of a row on this rank are one row in attention to its own keys. Otherwise
-        each piece is a row.
+    is_partition
+        Whether each token from another rank is in one run of `keys`.
+    local_query_lengths, local_key_lengths
+        (rows,) lengths of the rows of the first part, which takes all tokens of the rank. Queries of the
+        second part are rows without keys, and keys that no query sees are rows without queries.
     queries
-        Runs (start, length) of the tokens of this rank that see keys of other ranks.
+        Runs (start, length) of the tokens of this rank whose queries are in the second part.
     query_lengths, key_lengths
-        (pieces,) number of these queries per piece, and of the keys of other ranks that they see.
-    window
-        The window between these queries and the keys of other ranks.
+        (rows,) number of queries and of keys of each row of the second part. The last query of a row is
+        aligned with its last key.
     """
 
-    has_rows: bool
+    is_partition: bool
+    local_query_lengths: np.ndarray
+    local_key_lengths: np.ndarray
     queries: list[tuple[int, int]]
     query_lengths: np.ndarray
     key_lengths: np.ndarray
-    window: tuple[int | None, int | None]
 
 
-def plan_remote_keys(
+def plan_split(
     pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
-) -> RemotePlan | None:
-    """Return the keys of other ranks that the queries of a rank see; see `plan_keys`.
+) -> SplitPlan | None:
+    """Return the two parts of attention of a rank; see `plan_keys` for the arguments.
 
-    None unless all queries of a piece see the same keys of other ranks, or a causal window of them.
-    Under a causal mask they see all earlier pieces, without a mask all pieces of the row. Under a
-    causal window no piece may be shorter than the window. Then the first queries of a piece see the
-    end of the piece before it, and no other piece.
+    None under a window that has a bound after the query, or no bound on that side only, because the
+    last query of a piece is then not aligned with its last key. Under a causal window, the first queries
+    of a piece see keys of the pieces before it. Otherwise all queries of a piece see the same pieces.
     """
     left, right = window
     if right not in (0, None) or (left is not None and right is None):
         return None
     tables = _KeyTables(pieces, lengths, rank, num_ranks, window)
-    if left is not None and (pieces.lengths[tables.is_cut] < left).any():
-        return None
+    local: list[tuple[int, int]] = []
     queries: list[tuple[int, int, int]] = []
     keys: list[tuple[int, int, int]] = []
-    query_lengths, key_lengths = [], []
+    rows: list[tuple[int, int]] = []
     for query in tables.own.tolist():
-        parts = [part for part in tables.visible(query) if pieces.ranks[part[0]] != rank]
-        if not parts:
+        length, parts = int(pieces.lengths[query]), tables.visible(query)
+        if all(pieces.ranks[p] == rank for p, _, _ in parts):
+            local.append((length, length))
             continue
-        length = int(pieces.lengths[query])
-        length = length if left is None else min(length, left)
-        query_lengths.append(length)
-        key_lengths.append(sum(high - low for _, low, high in parts))
-        _append_run(queries, (rank, tables.starts[query], length))
+        count = length if left is None else min(length, left)
+        local += [(count, 0), (length - count, length)]
+        if left is not None:
+            end = int(pieces.starts[query]) + count
+            parts = [(p, low, min(high, end)) for p, low, high in parts]
+        rows.append((count, sum(high - low for _, low, high in parts)))
+        _append_run(queries, (rank, tables.starts[query], count))
         for part in parts:
             _append_run(keys, tables.run(*part))
-    return RemotePlan(
+    (local_queries, local_keys), (query_lengths, key_lengths) = (
+        np.asarray(x, np.int64).reshape(-1, 2).T for x in (local, rows)
+    )
+    return SplitPlan(
         tables.sent,
         tables.received,
         keys,
-        left is None,
+        _is_partition(keys, tables.received, rank),
+        local_queries,
+        local_keys,
         [(start, length) for _, start, length in queries],
-        np.asarray(query_lengths, np.int64),
-        np.asarray(key_lengths, np.int64),
-        (None, None) if left is None else (0, None),
+        query_lengths,
+        key_lengths,
     )
+
+
+def _is_partition(keys: list[tuple[int, int, int]], received: list[int], rank: int) -> bool:
+    """Return whether each token from another rank is in one run of the keys."""
+    ends = [0] * len(received)
+    for source, start, length in sorted(keys):
+        if source != rank:
+            if start != ends[source]:
+                return False
+            ends[source] += length
+    return ends == received
 
 
 def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:

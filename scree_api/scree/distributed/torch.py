@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .pieces import KeyPlan, RemotePlan
+from .pieces import KeyPlan, SplitPlan
 
-#: The most chunks of heads of an exchange, and the fewest tokens of a batch that is exchanged in chunks.
-MAX_CHUNKS, MIN_CHUNKED_TOKENS = 4, 16_384
+#: Per rank, in the order of its tokens, its runs (start, length) of the tokens of the whole rows.
+TokenRuns = list[list[tuple[int, int]]]
+#: Bytes of the elements in which strided arrays are copied.
+WORD_BYTES = 8
 #: Decorator of a function at which torch.compile breaks the graph.
 not_compiled = torch.compiler.disable
 
@@ -73,42 +75,40 @@ class Group:
         """Return the tensor as a constant."""
         return x.detach()
 
-    def attend_to_parts(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RemotePlan, parts: Parts
+    def attend_in_parts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SplitPlan, parts: Parts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp of attention to own keys and received keys.
+        """Return the output and the log-sum-exp of attention in two parts.
 
-        The exchange runs during attention to the own keys.
+        The exchange runs during the part that needs no keys of other ranks.
         """
-        return _AttentionToParts.apply(q, k, v, plan, parts, self)
+        return _AttentionInParts.apply(q, k, v, plan, parts, self)
 
     def attend_to_heads(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        order: TokenOrder,
+        runs: TokenRuns,
         parts: Parts,
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output and the log-sum-exp of attention whose ranks exchange heads for tokens.
 
-        The exchange of some heads runs during attention of other heads. Without `return_lse` the
-        log-sum-exp is None.
+        Without `return_lse` the log-sum-exp is None.
         """
-        return _AttentionOfHeads.apply(q, k, v, order, parts, self, return_lse)
+        return _AttentionOfHeads.apply(q, k, v, runs, parts, self, return_lse)
 
-    def tokens_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return the tokens of all ranks for this rank's part of the heads.
+    def tokens_of_all_ranks(self, x: torch.Tensor, runs: TokenRuns) -> torch.Tensor:
+        """Return the tokens of the whole rows for this rank's part of the heads.
 
-        (own tokens, heads, dim) becomes (tokens, heads / size, dim), in the order of the ranks.
-        `counts` has the number of tokens per rank.
+        (own tokens, heads, dim) becomes (tokens, heads / size, dim).
         """
-        return _SwapHeads.apply(x, counts, self, True)
+        return _SwapHeads.apply(x, runs, self, True)
 
-    def heads_of_all_ranks(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def heads_of_all_ranks(self, x: torch.Tensor, runs: TokenRuns) -> torch.Tensor:
         """Return all heads for this rank's tokens: the inverse of `tokens_of_all_ranks`."""
-        return _SwapHeads.apply(x, counts, self, False)
+        return _SwapHeads.apply(x, runs, self, False)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -140,14 +140,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, k: torch.Tensor, v: torch.Tensor, plan: KeyPlan, group: Group
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
-        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
-        received, work = _start_all_to_all(torch.cat(sent), plan, ctx.shapes, group)
+        received, work = _start_all_to_all(_pack([k, v], plan), plan, ctx.shapes, group)
         work.wait()
-        parts = _split(received, plan, ctx.shapes)
-        return tuple(
-            _join([*_sources(x, views, plan, group)], x)
-            for x, views in zip((k, v), parts, strict=True)
-        )
+        return tuple(_join_keys([k, v], received, plan, group))
 
     @staticmethod
     @once_differentiable
@@ -168,79 +163,50 @@ class _Exchange(torch.autograd.Function):
         return *(x.to(grads[0].dtype) for x in totals), None, None
 
 
-class TokenOrder(NamedTuple):
-    """The order of the tokens of a batch on the ranks.
-
-    Attributes
-    ----------
-    counts
-        Number of tokens per rank.
-    order
-        (total,) index of each token of the whole rows among the tokens of all ranks.
-    inverse
-        (total,) index of each token of all ranks among the tokens of the whole rows.
-    """
-
-    counts: list[int]
-    order: torch.Tensor
-    inverse: torch.Tensor
-
-
 class Parts(Protocol):
-    """The attention that `Group.attend_to_parts` runs on own keys and on received keys.
+    """The attention that `Group.attend_in_parts` and `Group.attend_to_heads` run.
 
-    `Group.attend_to_heads` runs it on whole rows, which count as own keys.
-
-    q is (queries, num_heads, head_dim), k is (keys, num_kv_heads, head_dim) and v is (keys,
-    num_kv_heads, value_dim). Outputs are (queries, num_heads, value_dim), and log-sum-exps are
-    (queries, num_heads). `is_local` says whether the keys are own keys.
+    Part 0 has all tokens of the rank, or of the whole rows. Part 1 has the queries that see keys of other
+    ranks. q is (queries, num_heads, head_dim), k is (keys, num_kv_heads, head_dim) and v is (keys,
+    num_kv_heads, value_dim). Outputs are (queries, num_heads, value_dim), and log-sum-exps are (queries,
+    num_heads).
     """
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_local: bool
+        self, part: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp for some of the keys."""
-
-    def merge(
-        self, outputs: list[torch.Tensor], lses: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp for all keys."""
+        """Return the output and the log-sum-exp of a part."""
 
     def gradients(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_local: bool
+        self, part: int, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v; `out` and `lse` are results for all keys."""
+        """Return the gradients of q, k and v of a part."""
 
 
-class _AttentionToParts(torch.autograd.Function):
-    """Attention that exchanges keys, and their gradients, while it computes the own keys."""
+class _AttentionInParts(torch.autograd.Function):
+    """Attention that exchanges keys, and their gradients, while it computes queries without these keys."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, plan: RemotePlan, parts: Parts, group: Group
+        ctx: Any, q: Any, k: Any, v: Any, plan: SplitPlan, parts: Parts, group: Group
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shapes = k.shape, v.shape
-        sent = [_narrow(x, runs).reshape(-1) for runs in plan.sent for x in (k, v)]
-        received, work = _start_all_to_all(torch.cat(sent), plan, shapes, group)
-        out, lse = parts.attend(q, k, v, True)
+        received, work = _start_all_to_all(_pack([k, v], plan), plan, shapes, group)
+        has_local = plan.queries != [(0, q.shape[0])]
+        if has_local:
+            out, lse = parts.attend(0, q, k, v)
         work.wait()
-        keys, values = (
-            _join([*_sources(x, views, plan, group)], x)
-            for x, views in zip((k, v), _split(received, plan, shapes), strict=True)
-        )
+        keys, values = _join_keys([k, v], received, plan, group)
         if plan.queries:
-            part = parts.attend(_narrow(q, plan.queries), keys, values, False)
-            own = _narrow(out, plan.queries), _narrow(lse, plan.queries)
-            merged = parts.merge([own[0], part[0]], [own[1], part[1]])
-            if plan.queries == [(0, q.shape[0])]:
-                out, lse = merged
-            else:
-                lse = lse.contiguous()
-                for whole, x in zip((out, lse), merged, strict=True):
+            part = parts.attend(1, _narrow(q, plan.queries), keys, values)
+            if has_local:
+                for whole, x in zip((out, lse), part, strict=True):
                     for run, tokens in _runs(whole, plan.queries, x):
                         run.copy_(tokens)
+            else:
+                out, lse = part
         ctx.save_for_backward(q, k, v, keys, values, out, lse)
-        ctx.plan, ctx.parts, ctx.group = plan, parts, group
+        ctx.plan, ctx.parts, ctx.group, ctx.has_local = plan, parts, group, has_local
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -255,17 +221,24 @@ class _AttentionToParts(torch.autograd.Function):
             queries = [
                 x if x is None else _narrow(x, plan.queries) for x in (q, out, lse, dout, dlse)
             ]
-            dq_part, *grads = parts.gradients(queries[0], keys, values, *queries[1:], False)
-        flat = _sum_runs(grads, plan, shapes)
-        returned, work = _start_all_to_all(flat, plan, shapes, group, back=True)
-        dq, dk, dv = parts.gradients(q, k, v, out, lse, dout, dlse, True)
-        if dq_part is not None:
-            for run, tokens in _runs(dq, plan.queries, dq_part):
-                run.add_(tokens)
-        work.wait()
-        totals = [dk, dv]
-        if group.size > 2:  # sums of more than two numbers are rounded once
+            dq_part, *grads = parts.gradients(1, queries[0], keys, values, *queries[1:])
+        returned, work = _start_all_to_all(
+            _sum_received(grads, plan, shapes, group), plan, shapes, group, back=True
+        )
+        if ctx.has_local:
+            dq, *totals = parts.gradients(0, q, k, v, out, lse, dout, dlse)
+            if dq_part is not None:
+                for run, tokens in _runs(dq, plan.queries, dq_part):
+                    run.copy_(tokens)
+        else:
+            dq, totals = dq_part, [torch.zeros_like(x) for x in (k, v)]
+        if group.size > 2:  # sums of many numbers are rounded once
             totals = [x.to(_wide(x.dtype)) for x in totals]
+        for total, x in zip(totals, grads, strict=True):
+            for (rank, start, length), tokens in _key_runs(plan, x):
+                if rank == group.rank:
+                    total.narrow(0, start, length).add_(tokens)
+        work.wait()
         _add_returned(totals, returned, plan, shapes)
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype), None, None, None
 
@@ -284,6 +257,28 @@ def _start_all_to_all(
     return out, work
 
 
+def _pack(arrays: list[torch.Tensor], plan: KeyPlan) -> torch.Tensor:
+    """Return the tokens that other ranks need, flat: per rank the runs of the first array, then the others."""
+    shapes = [x.shape for x in arrays]
+    total = sum(length for runs in plan.sent for _, length in runs)
+    flat = arrays[0].new_empty(_width(shapes) * total)
+    for run, tokens in _sent_runs(arrays, flat, plan, shapes):
+        _copy(tokens, run)
+    return flat
+
+
+def _sent_runs(
+    arrays: list[torch.Tensor], flat: torch.Tensor, plan: KeyPlan, shapes: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each run of the tokens that a rank sends, in `arrays` and in the sent tokens `flat`."""
+    at = 0
+    for runs in plan.sent:
+        for x, shape in zip(arrays, shapes, strict=True):
+            size = sum(length for _, length in runs) * math.prod(shape[1:])
+            yield from _runs(x, runs, flat.narrow(0, at, size).view(-1, *shape[1:]))
+            at += size
+
+
 def _sources(
     own: torch.Tensor, received: list[torch.Tensor], plan: KeyPlan, group: Group
 ) -> Iterator[torch.Tensor]:
@@ -292,34 +287,52 @@ def _sources(
         yield (own if rank == group.rank else received[rank]).narrow(0, start, length)
 
 
+def _join_keys(
+    arrays: list[torch.Tensor], received: torch.Tensor, plan: KeyPlan, group: Group
+) -> list[torch.Tensor]:
+    """Return the keys of a plan per array: a view of a single run, otherwise a copy."""
+    results = []
+    for x, views in zip(arrays, _split(received, plan, [x.shape for x in arrays]), strict=True):
+        sources = [*_sources(x, views, plan, group)]
+        if len(sources) != 1:
+            joined = x.new_empty(sum(length for _, _, length in plan.keys), *x.shape[1:])
+            for (_, target), source in zip(_key_runs(plan, joined), sources, strict=True):
+                _copy(target, source)
+            sources = [joined]
+        results += sources
+    return results
+
+
 def _add_returned(
     totals: list[torch.Tensor], returned: torch.Tensor, plan: KeyPlan, shapes: Any
 ) -> None:
     """Add the gradients that other ranks return to the gradients of this rank's tokens."""
-    at = 0
-    for runs in plan.sent:
-        for total, shape in zip(totals, shapes, strict=True):
-            size = sum(length for _, length in runs) * math.prod(shape[1:])
-            part = returned.narrow(0, at, size).view(-1, *shape[1:])
-            for run, tokens in _runs(total, runs, part):
-                run.add_(tokens)
-            at += size
+    for run, tokens in _sent_runs(totals, returned, plan, shapes):
+        run.add_(tokens)
 
 
-def _sum_runs(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
-    """Return the gradients of the received tokens, flat; `grads` are gradients of joined runs."""
-    total, width = sum(plan.received), _width(shapes)
-    sources = [part for part, count in enumerate(plan.received) if count]
-    if len(plan.keys) == len(sources) == 1 and plan.keys[0][1:] == (0, total):
-        return torch.cat([x.reshape(-1) for x in grads])
+def _sum_received(grads: Any, plan: SplitPlan, shapes: Any, group: Group) -> torch.Tensor:
+    """Return the gradients of the received tokens, flat; `grads` are gradients of the joined keys."""
     dtype = grads[0].dtype
-    flat = torch.zeros(width * total, dtype=_wide(dtype), device=grads[0].device)
+    options: Any = {
+        "dtype": dtype if plan.is_partition else _wide(dtype),
+        "device": grads[0].device,
+    }
+    make = torch.empty if plan.is_partition else torch.zeros
+    flat = make(_width(shapes) * sum(plan.received), **options)
     for views, x in zip(_split(flat, plan, shapes), grads, strict=True):
-        at = 0
-        for part, start, length in plan.keys:
-            views[part].narrow(0, start, length).add_(x.narrow(0, at, length))
-            at += length
+        for (rank, start, length), tokens in _key_runs(plan, x):
+            if rank != group.rank:
+                target = views[rank].narrow(0, start, length)
+                target.copy_(tokens) if plan.is_partition else target.add_(tokens)
     return flat.to(dtype)
+
+
+def _key_runs(
+    plan: KeyPlan, x: torch.Tensor
+) -> Iterator[tuple[tuple[int, int, int], torch.Tensor]]:
+    """Yield each run (rank, start, length) of a plan's keys with its tokens among the joined keys `x`."""
+    yield from zip(plan.keys, x.split([length for _, _, length in plan.keys]))
 
 
 def _runs(
@@ -331,7 +344,7 @@ def _runs(
 
 
 class _AttentionOfHeads(torch.autograd.Function):
-    """Attention of whole rows for a part of the heads, while other heads are exchanged."""
+    """Attention of whole rows for a part of the heads."""
 
     @staticmethod
     def forward(
@@ -339,74 +352,37 @@ class _AttentionOfHeads(torch.autograd.Function):
         q: Any,
         k: Any,
         v: Any,
-        order: TokenOrder,
+        runs: TokenRuns,
         parts: Parts,
         group: Group,
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        chunks = _count_chunks(k.shape[1] // group.size, sum(order.counts))
-        shapes = [_chunk_shape(x, group, chunks) for x in (q, k, v)]
-        swap = _Swap(order, group, chunks)
-        received = swap.start_to_tokens([q, k, v])
-        saved, outputs = [], []
-        for tokens, work in received:
-            work.wait()
-            own_q, own_k, own_v = _split_heads(tokens.index_select(0, order.order), shapes)
-            out, lse = parts.attend(own_q, own_k, own_v, True)
-            outputs.append(swap.start_to_heads([out]))
-            saved += [own_q, own_k, own_v, out, lse]
-        heads = shapes[0][0]
-        own_lses = saved[4::5] if return_lse else []
-        lses = [swap.start_to_heads([x[..., None]]) for x in own_lses]
-        (out,) = swap.finish(outputs, [(heads, v.shape[2])])
-        lse = swap.finish(lses, [(heads, 1)])[0][..., 0] if lses else None
-        ctx.save_for_backward(*saved)
-        ctx.swap, ctx.parts, ctx.shapes = swap, parts, shapes
+        shapes = [(x.shape[1] // group.size, x.shape[2]) for x in (q, k, v)]
+        tokens = _swap_for_tokens([q, k, v], runs, group)
+        own_q, own_k, own_v = _split_heads(tokens, shapes)
+        out, lse = parts.attend(0, own_q, own_k, own_v)
+        ctx.save_for_backward(tokens, out, lse)
+        ctx.runs, ctx.parts, ctx.group, ctx.shapes = runs, parts, group, shapes
         ctx.set_materialize_grads(False)
+        if not return_lse:
+            return _swap_for_heads([out], runs, group)[0], None
+        out, lse = _swap_for_heads([out, lse], runs, group)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
-        swap, saved, shapes = ctx.swap, ctx.saved_tensors, ctx.shapes
-        chunks = [saved[i : i + 5] for i in range(0, len(saved), 5)]
-        order, num_heads = swap.order, swap.chunks * swap.group.size * shapes[0][0]
+        tokens, out, lse = ctx.saved_tensors
+        runs, group = ctx.runs, ctx.group
         if dout is None:
-            out = chunks[0][3]
-            dout = out.new_zeros(order.counts[swap.group.rank], num_heads, out.shape[2])
-        received = swap.start_to_tokens([dout])
-        dlses: Any = [None] * len(chunks)
+            count = sum(length for _, length in runs[group.rank])
+            dout = out.new_zeros(count, group.size * out.shape[1], out.shape[2])
+        dout = _swap_for_tokens([dout], runs, group).view(out.shape)
         if dlse is not None:
-            dlses = swap.start_to_tokens([dlse[..., None]])
-        returned = []
-        for (q, k, v, out, lse), (tokens, work), with_lse in zip(
-            chunks, received, dlses, strict=True
-        ):
-            work.wait()
-            part = tokens.index_select(0, order.order).view(out.shape)
-            dlse_part = None
-            if with_lse is not None:
-                with_lse[1].wait()
-                dlse_part = with_lse[0].index_select(0, order.order)
-            grads = ctx.parts.gradients(q, k, v, out, lse, part, dlse_part, True)
-            returned.append(swap.start_to_heads(grads))
-        return *swap.finish(returned, shapes), None, None, None, None
-
-
-def _count_chunks(kv_heads: int, total: int) -> int:
-    """Return into how many chunks an exchange divides the heads of a rank.
-
-    The number of chunks divides `kv_heads`, the key heads of a rank. A batch of few tokens (`total`) has
-    one chunk, because the launches of more chunks would take longer than they save.
-    """
-    if total < MIN_CHUNKED_TOKENS:
-        return 1
-    return max(x for x in range(1, min(kv_heads, MAX_CHUNKS) + 1) if kv_heads % x == 0)
-
-
-def _chunk_shape(x: torch.Tensor, group: Group, chunks: int) -> tuple[int, int]:
-    """Return the number of heads of a rank per chunk, and the size of a head."""
-    return x.shape[1] // (group.size * chunks), x.shape[2]
+            dlse = _swap_for_tokens([dlse], runs, group)
+        q, k, v = _split_heads(tokens, ctx.shapes)
+        grads = ctx.parts.gradients(0, q, k, v, out, lse, dout, dlse)
+        return *_swap_for_heads(grads, runs, group), None, None, None, None
 
 
 def _split_heads(x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
@@ -415,105 +391,113 @@ def _split_heads(x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.T
     return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class _Swap(NamedTuple):
-    """Exchanges of heads for tokens and back, in chunks of heads."""
-
-    order: TokenOrder
-    group: Group
-    chunks: int
-
-    def start_to_tokens(self, arrays: list[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
-        """Start to exchange heads for tokens.
-
-        Return per chunk the tokens of all ranks, and a handle. The tokens are (tokens, width), with the
-        heads of all arrays along the last axis.
-        """
-        counts, size = self.order.counts, self.group.size
-        own = counts[self.group.rank]
-        shapes = [_chunk_shape(x, self.group, self.chunks) for x in arrays]
-        width = sum(heads * dim for heads, dim in shapes)
-        sent = arrays[0].new_empty(self.chunks, size, own, width)
-        at = 0
-        for x, (heads, dim) in zip(arrays, shapes, strict=True):
-            by_rank = x.unflatten(1, (size, self.chunks, heads)).permute(2, 1, 0, 3, 4)
-            target = sent.narrow(3, at, heads * dim).unflatten(3, (heads, dim))
-            target.copy_(by_rank)
-            at += heads * dim
-        results = []
-        for chunk in sent.unbind(0):
-            tokens = chunk.new_empty(sum(counts), width)
-            sizes = [count * width for count in counts], [own * width] * size
-            results.append((tokens, self._start(tokens, chunk, *sizes)))
-        return results
-
-    def start_to_heads(self, arrays: Any) -> tuple[torch.Tensor, Any]:
-        """Start the inverse exchange for the heads (tokens, heads, dim) of one chunk.
-
-        Return the received heads, (ranks, tokens of this rank, width), and a handle.
-        """
-        counts, size = self.order.counts, self.group.size
-        parts = [x.flatten(1).index_select(0, self.order.inverse) for x in arrays]
-        sent = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        width, own = sent.shape[1], counts[self.group.rank]
-        received = sent.new_empty(size, own, width)
-        sizes = [own * width] * size, [count * width for count in counts]
-        return received, self._start(received, sent, *sizes)
-
-    def finish(
-        self, results: list[tuple[torch.Tensor, Any]], shapes: list[tuple[int, int]]
-    ) -> list[torch.Tensor]:
-        """Wait for the results of `start_to_heads` of all chunks, and return arrays of all heads."""
-        own, size = self.order.counts[self.group.rank], self.group.size
-        like = results[0][0]
-        arrays = [like.new_empty(own, size, self.chunks, *shape) for shape in shapes]
-        for i, (received, work) in enumerate(results):
-            work.wait()
-            at = 0
-            for array, (heads, dim) in zip(arrays, shapes, strict=True):
-                part = received.narrow(2, at, heads * dim).unflatten(2, (heads, dim))
-                array[:, :, i].copy_(part.transpose(0, 1))
-                at += heads * dim
-        return [x.flatten(1, 3) for x in arrays]
-
-    def _start(
-        self, received: torch.Tensor, sent: torch.Tensor, counts: list[int], sent_counts: list[int]
-    ) -> Any:
-        """Start an exchange with the numbers of elements to receive from and to send to each rank."""
-        flat, sent_flat, group = received.flatten(), sent.flatten(), self.group.group
-        return dist.all_to_all_single(
-            flat, sent_flat, counts, sent_counts, group=group, async_op=True
-        )
-
-
 class _SwapHeads(torch.autograd.Function):
     """Exchange heads for tokens or back; the gradient is the opposite exchange."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, counts: list[int], group: Group, to_tokens: bool
+        ctx: Any, x: torch.Tensor, runs: TokenRuns, group: Group, for_tokens: bool
     ) -> torch.Tensor:
-        ctx.arguments = counts, group, to_tokens
-        return _swap_heads(x, counts, group, to_tokens)
+        ctx.arguments = runs, group, for_tokens
+        if not for_tokens:
+            return _swap_for_heads([x], runs, group)[0]
+        tokens = _swap_for_tokens([x], runs, group)
+        return tokens.view(-1, x.shape[1] // group.size, *x.shape[2:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        counts, group, to_tokens = ctx.arguments
-        return _swap_heads(grad, counts, group, not to_tokens), None, None, None
+        runs, group, for_tokens = ctx.arguments
+        return _SwapHeads.apply(grad, runs, group, not for_tokens), None, None, None
 
 
-def _swap_heads(x: torch.Tensor, counts: list[int], group: Group, to_tokens: bool) -> torch.Tensor:
-    own, size = counts[group.rank], group.size
-    part = math.prod(x.shape[1:]) // (size if to_tokens else 1)  # elements of a token on one rank
-    all_sizes, own_sizes = [count * part for count in counts], [own * part] * size
-    out = x.new_empty(sum(all_sizes if to_tokens else own_sizes))
-    if to_tokens:
-        heads = x.shape[1] // size
-        by_rank = x.unflatten(1, (size, heads)).movedim(1, 0).contiguous()
-        dist.all_to_all_single(out, by_rank.flatten(), all_sizes, own_sizes, group=group.group)
-        return out.view(sum(counts), heads, *x.shape[2:])
-    dist.all_to_all_single(out, x.contiguous().flatten(), own_sizes, all_sizes, group=group.group)
-    return out.view(size, own, *x.shape[1:]).movedim(0, 1).flatten(1, 2)
+def _swap_for_tokens(arrays: list[torch.Tensor], runs: TokenRuns, group: Group) -> torch.Tensor:
+    """Exchange the heads of all ranks for the tokens of the whole rows.
+
+    Return (tokens, width): this rank's heads of all arrays (own tokens, heads, ...), along the last axis.
+    """
+    own, size = group.rank, group.size
+    count, lengths = arrays[0].shape[0], [length for _, length in runs[own]]
+    widths = [math.prod(x.shape[1:]) // size for x in arrays]
+    by_rank = [x.reshape(count, size, width) for x, width in zip(arrays, widths, strict=True)]
+    tokens = arrays[0].new_empty(sum(n for part in runs for _, n in part), sum(widths))
+    # Tokens arrive at their places in the whole rows.
+    received = [[tokens.narrow(0, *run) for run in part] for part in runs]
+    sent: list[Any] = [()] * size
+    for rank in range(size):
+        if rank != own:
+            packed = tokens.new_empty(count, tokens.shape[1])
+            _copy_columns(packed, [x[:, rank] for x in by_rank])
+            sent[rank] = packed.split(lengths)
+    works = _start_exchange(sent, received, group)
+    # These copies run during the exchange.
+    own_heads = [x[:, own].split(lengths) for x in by_rank]
+    for run, *parts in zip(received[own], *own_heads, strict=True):
+        _copy_columns(run, parts)
+    for work in works:
+        work.wait()
+    return tokens
+
+
+def _swap_for_heads(arrays: Any, runs: TokenRuns, group: Group) -> list[torch.Tensor]:
+    """Exchange tokens of the whole rows for all heads of this rank's tokens, for each array.
+
+    The inverse of `_swap_for_tokens`: (tokens, heads / size, ...) becomes (own tokens, heads, ...).
+    """
+    own, size = group.rank, group.size
+    lengths = [length for _, length in runs[own]]
+    arrays = [x.contiguous() for x in arrays]
+    sent = [[x.narrow(0, *run) for x in arrays for run in part] for part in runs]
+    parts = [[x.new_empty(sum(lengths), *x.shape[1:]) for x in arrays] for _ in range(size - 1)]
+    parts.insert(own, [])
+    received = [[run for x in part for run in x.split(lengths)] for part in parts]
+    works = _start_exchange(sent, received, group)
+    results = [x.new_empty(sum(lengths), size, *x.shape[1:]) for x in arrays]
+    # These copies run during the exchange.
+    own_runs = [run for x in results for run in x[:, own].split(lengths)]
+    for target, x in zip(own_runs, sent[own], strict=True):
+        _copy(target, x)
+    for work in works:
+        work.wait()
+    for rank, part in enumerate(parts):
+        for result, x in zip(results, part):
+            _copy(result[:, rank], x)
+    return [x.flatten(1, 2) for x in results]
+
+
+def _start_exchange(sent: Any, received: Any, group: Group) -> list[Any]:
+    """Start to send lists of contiguous tensors to each rank, and to receive them; return handles."""
+    operations = []
+    for rank in range(group.size):
+        if rank != group.rank:
+            for operation, tensors in ((dist.isend, sent[rank]), (dist.irecv, received[rank])):
+                operations += [
+                    dist.P2POp(operation, x, group=group.group, group_peer=rank) for x in tensors
+                ]
+    return dist.batch_isend_irecv(operations)
+
+
+def _copy_columns(target: torch.Tensor, parts: Any) -> None:
+    """Copy arrays (tokens, width) to the columns of `target`, one after the other."""
+    columns = target.split([x.shape[1] for x in parts], 1)
+    for column, x in zip(columns, parts, strict=True):
+        _copy(column, x)
+
+
+def _copy(target: torch.Tensor, x: torch.Tensor) -> None:
+    """Copy an array, in words if possible: a thread of PyTorch's kernel copies one element at a time."""
+    if all(map(_has_words, (target, x))):
+        target, x = target.view(torch.int64), x.view(torch.int64)
+    target.copy_(x)
+
+
+def _has_words(x: torch.Tensor) -> bool:
+    """Return whether all runs along the last axis consist of aligned words."""
+    count = WORD_BYTES // x.element_size()
+    sizes = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    return (
+        x.stride(-1) == 1 and x.data_ptr() % WORD_BYTES == 0 and not any(n % count for n in sizes)
+    )
 
 
 def _width(shapes: Any) -> int:
@@ -522,15 +506,9 @@ def _width(shapes: Any) -> int:
 
 
 def _narrow(x: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
-    """Return runs (start, length) of tokens, joined."""
-    return _join([x.narrow(0, *run) for run in runs], x)
-
-
-def _join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return the parts, concatenated: a view of a single part, and no tokens of `like` without parts."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else like[:0]
+    """Return runs (start, length) of tokens, joined: a view of a single run."""
+    parts = [x.narrow(0, *run) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _split(flat: torch.Tensor, plan: KeyPlan, shapes: Any) -> list[list[torch.Tensor]]:

@@ -199,11 +199,11 @@ def paged_attention(
     >>> scree.paged_attention(q, pages, pages, table, np.asarray([3, 2])).values.ravel()  # means
     array([4.33333333, 2.5       ])
     """
-    key = None
+    key: tuple[Any, ...] | None = None
     # Most layers of a model take this path; see `attention`.
     if (
         type(q) is Array
-        and alibi_slopes is k_scale is v_scale is sinks is shared_pages is None
+        and alibi_slopes is sinks is shared_pages is None
         and not q.ragged_dim
         and (causal is True or causal is False)
         and (window is None or type(window) is int)
@@ -218,10 +218,17 @@ def paged_attention(
             numbers, second = page_table.values, page_table.layout
         if second is not q.layout:
             key = "paged_attention", causal, window, scale, softcap, split_size, return_lse, kernel
+            values: tuple[Any, ...] = q.values, k_pages, v_pages, numbers, kv_lengths
+            if k_scale is not None or v_scale is not None:
+                # A number is a part of the key, as the kernels are prepared for it.
+                for x in (k_scale, v_scale):
+                    if x is None or type(x) is float or type(x) is int:
+                        key += (x,)
+                    else:
+                        key += ("array",)
+                        values += (x,)
             for entry in _paged_attention.recall(q.layout, key, second):
-                if entry.kernels is not _paged_attention.kernels or not entry.guard(
-                    q.values, k_pages, v_pages, numbers, kv_lengths
-                ):
+                if entry.kernels is not _paged_attention.kernels or not entry.guard(*values):
                     continue
                 try:
                     return entry.run(
@@ -231,8 +238,8 @@ def paged_attention(
                         page_table=page_table,
                         kv_lengths=kv_lengths,
                         alibi_slopes=None,
-                        k_scale=None,
-                        v_scale=None,
+                        k_scale=k_scale,
+                        v_scale=v_scale,
                     )
                 except KernelUnavailableError:
                     break  # the validation selects a kernel again
