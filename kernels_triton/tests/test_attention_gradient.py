@@ -11,6 +11,7 @@ from scree_triton.attention import interface
 from scree_triton.attention.interface import make_spec
 from scree_triton.attention.launch_configs import get_launch_config
 from scree_triton.attention.metadata import VarlenLayout
+from scree_triton.runtime.launch import UnalignedError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -199,3 +200,46 @@ def check_gradients_of_the_output(dtype, monkeypatch):
     before = len(prepared)
     gradients(expanded)
     assert len(prepared) == before
+
+
+@pytest.mark.parametrize("is_differentiated", [True, False])
+def test_unaligned_call_after_aligned_ones_takes_another_config(monkeypatch, is_differentiated):
+    """The config of aligned calls raises `UnalignedError`, as the kernels for Hopper do."""
+    addresses = []
+
+    class AlignedConfig:
+        def __init__(self, config):
+            self.config, self.prepare_backward = config, config.prepare_backward
+
+        def prepare_forward(self, *args):
+            forward = self.config.prepare_forward(*args)
+
+            def run(q, k, v, *others):
+                addresses.append(v.data_ptr() % 16)
+                if addresses[-1]:
+                    raise UnalignedError
+                return forward(q, k, v, *others)
+
+            return run
+
+    def choose(q, k, v, *args):
+        config = get_launch_config(q, k, v, *args)
+        return config if v.data_ptr() % 16 else AlignedConfig(config)
+
+    monkeypatch.setattr(interface, "get_launch_config", choose)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(7, 1, 16, generator=generator).to(DEVICE) for _ in range(3)]
+    q, k, v = (x.requires_grad_(is_differentiated) for x in values)
+    unaligned = torch.cat([v.detach().flatten()[:1], v.detach().flatten()])[1:].view_as(v)
+    unaligned.requires_grad_(is_differentiated)
+    rows, results = scree.from_lengths(q, [3, 4]), []
+    for x in (v, unaligned, unaligned, v):
+        arrays = map(rows.with_values, (q, k, x))
+        out = scree.attention(*arrays, causal=True, kernel="triton").values
+        results.append(
+            (out, *(torch.autograd.grad(out.sum(), (q, k, x)) if is_differentiated else ()))
+        )
+    assert addresses == [0, 4, 4, 0]
+    for others in results[1:]:
+        for x, y in zip(results[0], others):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)

@@ -22,6 +22,7 @@ from scree_triton.runtime.launch import (
     Number,
     Pointer,
     Stride,
+    UnalignedError,
     bind_args,
     bind_launch,
     bind_launches,
@@ -429,6 +430,13 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
         launch(5, Args(Q=(q, shape), K=(k, shape), X=X, x_stride=16, count=3))
     assert [how for _, how in encoded] == ["first", "second", "second", "first"]
     assert [args[4:6] for args in kernel.launched] == [("first", "second")] * 4
+    unaligned = torch.cat([X[:1], X])[1:]
+    launched, requested = len(kernel.launched), len(kernel.asked)
+    for q, k in ((unaligned, y), (y, unaligned)):
+        for x in (X, X[1:]):  # a variant that is in the cache, and one that the JIT would compile
+            with pytest.raises(UnalignedError, match="multiples of 16 bytes"):
+                launch(5, Args(Q=(q, shape), K=(k, shape), X=x, x_stride=16, count=3))
+    assert len(encoded) == 4 and len(kernel.launched) == launched and len(kernel.asked) == requested
 
 
 def test_bind_launch_with_descriptors_passes_what_a_launch_passes(jit, monkeypatch):

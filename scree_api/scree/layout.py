@@ -157,8 +157,11 @@ class Layout:
         self._total = total
         self.max_length = max_length
         self._cache: dict[Any, Any] = {}
+        #: `cache` on the default stream of a device with streams, which no CUDA graph captures.
+        self.default_stream_cache: dict[Any, Any] = {}
         self._stream_caches: dict[Any, dict[Any, Any]] = {}
         self._stream_key = None if backend.stream_key is None else backend.stream_key(offsets)
+        self.raw_stream = backend.raw_stream(offsets)
         self._host = host
         self._has_no_tail = has_no_tail
         #: How the rows are cut over processes; None for whole rows.
@@ -197,6 +200,8 @@ class Layout:
         if self._stream_key is None:
             return self._cache
         key = self._stream_key()
+        if key == 0:
+            return self.default_stream_cache
         cache = self._stream_caches.get(key)
         if cache is None:
             cache = {}

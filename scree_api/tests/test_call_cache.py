@@ -168,6 +168,15 @@ def test_prepared_kernel_does_not_run_under_a_dispatch_mode(
     assert len(asked) == 2
 
 
+def test_prepared_kernel_runs_only_on_its_stream(asked: list[Any]) -> None:
+    q, stream = rows([0, 2, 5]), 0
+    k, v = like(q), like(q)
+    q.layout._stream_key = q.layout.raw_stream = lambda: stream
+    for stream in (0, 7, 0, 7, 8, 0):  # noqa: B007 (the functions above return it)
+        scree.attention(q, k, v)
+    assert len(asked) == 3
+
+
 def test_wrong_arguments_after_a_cached_call_raise(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     scree.attention(q, q, q, causal=True)

@@ -19,6 +19,7 @@ from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info
 from ..runtime.fallback import falls_back_to, gradients, record_replacement, run_standard
+from ..runtime.launch import UnalignedError
 from .base_config import LaunchConfig
 from .launch_configs import (
     get_launch_config,
@@ -167,12 +168,17 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         return prepare_decoding(call, spec)
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
     is_float32 = call.q.values.dtype == torch.float32
-    # Alignment and precision setting -> function that runs forward, and constants of `_apply`.
+    # Alignment and precision setting -> function that runs forward, and constants of `_apply_in_c`.
     prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
     def prepare(
-        q: Any, k: Any, values: tuple[torch.Tensor, ...], key: Any
+        q: Any, k: Any, values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        key: Any = is_tma_aligned(*values)
+        if is_float32:
+            key = key, allows_tf32(torch.float32)
+        if key in prepared:
+            return prepared[key]
         max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
         layout = VarlenLayout(q.offsets, k.offsets, q.layout.pair_cache(k.layout), max_seqlen)
         config = get_launch_config(*values, layout, spec, alibi)
@@ -183,27 +189,37 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         return prepared[key]
 
     def run_prepared(
-        q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None = None
+        q: Any,
+        k: Any,
+        v: Any,
+        alibi_slopes: torch.Tensor | None,
+        seed: torch.Tensor | None = None,
+        is_aligned: bool = True,
     ) -> Any:
         q_values, k_values, v_values, layout = q.values, k.values, v.values, q.layout
-        # The result of `is_tma_aligned`. A function call would take host time in every call.
-        key: Any = (q_values.data_ptr() | k_values.data_ptr() | v_values.data_ptr()) & 15 == 0
+        key: Any = is_aligned
         if is_float32:
             key = key, allows_tf32(torch.float32)
-        forward, constants = prepared.get(key) or prepare(q, k, (q_values, k_values, v_values), key)
+        forward, constants = prepared.get(key) or prepare(q, k, (q_values, k_values, v_values))
         slopes = None
         if alibi_slopes is not None or seed is not None:
             slopes = _kernel_slopes(alibi_slopes, layout)
             constants = *constants[:2], slopes, seed, return_lse
-        if needs_grad and _is_grad_enabled():
-            # No transform of `torch.func` is active: `rejects` and the guards of the call cache reject
-            # such calls.
-            out = _apply_in_c(q_values, k_values, v_values, constants)
-            if not return_lse:
-                return _from_layout(out, layout)
-            out, lse = out
-        else:
-            out, lse = forward(q_values, k_values, v_values, slopes, seed)
+        try:
+            if needs_grad and _is_grad_enabled():
+                # No transform of `torch.func` is active: `rejects` and the guards of the call cache
+                # reject such calls.
+                out = _apply_in_c(q_values, k_values, v_values, constants)
+                if not return_lse:
+                    return _from_layout(out, layout)
+                out, lse = out
+            else:
+                out, lse = forward(q_values, k_values, v_values, slopes, seed)
+        # Few calls are unaligned. Reading the addresses before the launch would take host time.
+        except UnalignedError:
+            if not is_aligned:
+                raise
+            return run_prepared(q, k, v, alibi_slopes, seed, is_aligned=False)
         if return_lse:
             return _from_layout(out, layout), _from_layout(lse.t(), layout)
         return _from_layout(out, layout)

@@ -65,6 +65,17 @@ _alignment = partial(gcd, 16)
 _TRUNCATES = TRITON_VERSION > (3, 6)
 
 
+class UnalignedError(ValueError):
+    """The tensor of a descriptor is not at a multiple of 16 bytes, so the launch did not happen."""
+
+
+def _check_alignment(described: Iterable[torch.Tensor]) -> None:
+    if _alignment(*map(_address, described)) < 16:
+        raise UnalignedError(
+            "expected tensors at multiples of 16 bytes, as TMA needs; clone the tensors"
+        )
+
+
 @cache
 def empty(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
     """Return a function that allocates a tensor on the current device of this type.
@@ -513,6 +524,7 @@ class Launch:
             )
             current_recording().steps.append(launch)
             return
+        _check_alignment(described)
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         try:
             compiled = self.kernel[(programs,)](
@@ -548,6 +560,7 @@ class Launch:
 
         They are cached together and one by one, because usually only one of them is new.
         """
+        _check_alignment(described)
         if len(self.encoded) >= _MAX_ENCODED:
             self.encoded.clear()
         from triton.backends.nvidia.driver import make_tensordesc_arg

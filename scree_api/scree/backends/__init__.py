@@ -42,6 +42,10 @@ def _never() -> bool:
     return False
 
 
+def _none(x: Any) -> None:
+    return None
+
+
 def _unchanged(f: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
@@ -89,6 +93,9 @@ class Backend:
         ``stream_key(offsets)`` returns a function that identifies the stream on which the device of
         the offsets runs the caller's work at present. Data derived on one stream is not used on
         another. None where the library has no streams, or the device has none.
+    raw_stream
+        ``raw_stream(offsets)`` returns a function that returns 0 if the default stream is the current
+        one, in less time than the function of `stream_key`; None where that is None.
     untraced
         ``untraced(offsets)`` is the context in which data derived from offsets is computed. The
         data is kept as long as the offsets, so it must not belong to a trace unless the offsets do.
@@ -140,6 +147,7 @@ class Backend:
     is_traced: Callable[[], bool] = _never
     count_dispatch_modes: Callable[[], int] = _never
     stream_key: Callable[[Any], Callable[[], Hashable] | None] | None = None
+    raw_stream: Callable[[Any], Callable[[], int] | None] = _none
     untraced: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
     gathers_rows_by_tiles: Callable[[], bool] = _never

@@ -112,6 +112,12 @@ def _stream_key(offsets: torch.Tensor) -> Callable[[], Hashable] | None:
     return _current_stream(offsets.device.index)
 
 
+def _raw_stream(offsets: torch.Tensor) -> Callable[[], int] | None:
+    if _stream_key(offsets) is None:
+        return None
+    return partial(torch._C._cuda_getCurrentRawStream, offsets.device.index)
+
+
 @cache
 def _current_stream(index: int) -> Callable[[], Hashable]:
     """Return a function that identifies the current stream of a CUDA device, and the capture on it."""
@@ -216,6 +222,7 @@ BACKEND = Backend(
     is_traced=torch.compiler.is_dynamo_compiling,
     count_dispatch_modes=torch._C._len_torch_dispatch_stack,
     stream_key=_stream_key,
+    raw_stream=_raw_stream,
     untraced=_untraced,
     to_device=lambda x, device: x.to(device),
     # One node of the graph, so the backward pass makes one array.

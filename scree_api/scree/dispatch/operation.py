@@ -191,9 +191,14 @@ class Operation:
         # `Backend.intercepts_calls`, in a third of the time.
         if OBSERVERS or lib.is_traced() or lib.count_dispatch_modes():
             return []
-        cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
-        entries: list[call_cache.Entry] = cache.get(short_key, [])
-        return entries
+        raw_stream = layout.raw_stream
+        if second is not None:
+            cache = layout.eager_pair_cache(second)
+        elif raw_stream is None or raw_stream():
+            cache = layout.eager_cache()
+        else:
+            cache = layout.default_stream_cache
+        return cache.get(short_key) or []
 
     def _rejections_depend_on_contents(self, rejected: dict[str, str], values: list[Any]) -> bool:
         """Return whether a kernel rejected a call for more than the library of its arrays."""
