@@ -3,7 +3,6 @@
 import gc
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
@@ -14,7 +13,6 @@ import scree
 from scree.ops.append_paged import AppendPagedCall, RopeOptions
 from scree.ops.paged_attention import PagedAttentionCall
 from scree_triton.attention import append_paged, paged
-from scree_triton.runtime.counters import counters
 from scree_triton.runtime.device import INTERPRETED, device_info
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -41,16 +39,6 @@ CASES = {
     "one key head": ((40, 33), (300, 70), 32, 1, 32, 16, 8, {}),
     "some rows": ((1,) * 40, tuple(range(1, 41)), 4, 2, 16, 16, 16, {}),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cut_short_rows():
-    """Cut rows between all CTAs, however short they are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged, "_MIN_UNITS", 1)
-        paged._launch_config.cache_clear()
-        yield
-    paged._launch_config.cache_clear()
 
 
 def draw(*shape, dtype, seed):
@@ -128,95 +116,6 @@ def test_paged_attention(name, dtype):
     arrays = q, *caches, table, lengths
     got = scree.paged_attention(*arrays, return_lse=True, kernel="triton", **as_tensors(options))
     check(got, queries, *rows, dtype, options)
-
-
-@pytest.fixture
-def new_configs():
-    """Use no launch config of another test, and leave none."""
-    paged._launch_config.cache_clear()
-    yield
-    paged._launch_config.cache_clear()
-
-
-def read_counters():
-    """Return the counters of the current stream."""
-    device = torch.device(DEVICE, None if INTERPRETED else torch.cuda.current_device())
-    return counters(device)(torch.empty(1, device=device))
-
-
-@pytest.mark.parametrize("min_units, max_fused", [(1, 1 << 30), (3, 1 << 30), (1, 0), (3, 0)])
-@pytest.mark.parametrize(
-    "kv_lengths, heads, kv_heads, dim, options",
-    [
-        ((1400,), 4, 2, 16, {}),
-        ((400, 3, 0, 700, 129) * 2, 8, 4, 16, {"causal": False}),
-        ((900, 5, 1, 200) * 3, 6, 2, 128, {"window": 800}),
-    ],
-    ids=str,
-)
-def test_parts_are_combined_by_the_last_cta_or_a_kernel(
-    kv_lengths, heads, kv_heads, dim, options, min_units, max_fused, monkeypatch, new_configs
-):
-    """Whoever combines them, the counters are 0 after a call, and repeated calls have equal bits."""
-    monkeypatch.setattr(paged, "_MIN_UNITS", min_units)
-    for name in ("_MAX_FUSED_OF_FEW", "_MAX_FUSED_OF_MANY"):
-        monkeypatch.setattr(paged, name, max_fused)
-    monkeypatch.setattr(paged, "_MAX_COMBINED", 1 << 10)  # several queries and parts at a time
-    caches, table, lengths, rows = make_cache(kv_lengths, 16, kv_heads, (dim, dim), torch.float32)
-    q, queries = make_queries((1,) * len(kv_lengths), heads, dim, torch.float32)
-    results = [
-        scree.paged_attention(
-            q, *caches, table, lengths, return_lse=True, kernel="triton", **options
-        )
-        for _ in range(2)
-    ]
-    check(results[0], queries, *rows, torch.float32, options)
-    assert all(torch.equal(x.values, y.values) for x, y in zip(*results))
-    assert not read_counters().any()
-
-
-@pytest.mark.gpu
-def test_streams_and_graphs_at_the_same_time_have_the_bits_of_calls_alone():
-    """Every stream has counters of its own, and so has every graph."""
-    kv_lengths = (4000, 1, 900, 0, 2500, 70, 3000, 12)
-    calls, graphs, failures = [], [], []
-    for i in range(8):
-        caches, table, lengths, _ = make_cache(
-            (*kv_lengths[i:], *kv_lengths[:i]), 16, 8, (64, 64), torch.float16
-        )
-        q, _ = make_queries((1,) * 8, 32, 64, torch.float16)
-
-        def attend(q=q, arrays=(*caches, table, lengths)):
-            return scree.paged_attention(q, *arrays, causal=False, kernel="triton").values
-
-        calls.append(attend)
-    expected = [attend() for attend in calls]
-    for attend in calls:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            graphs.append((graph, [attend() for _ in range(3)]))
-
-    def run(i):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for step in range(50):
-                j = (i + step) % 8
-                result = calls[j]()
-                graphs[i][0].replay()
-                stream.synchronize()
-                results = {j: [result], i: graphs[i][1]}
-                failures.extend(
-                    (i, step)
-                    for k, x in results.items()
-                    for y in x
-                    if not torch.equal(y, expected[k])
-                )
-
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(8) as executor:
-        list(executor.map(run, range(8)))
-    assert not failures
-    assert not read_counters().any()
 
 
 @pytest.mark.parametrize("starts", [(1, 0), (0, 1)])

@@ -11,7 +11,6 @@ import scree
 
 from ..runtime.autograd import needs_gradient
 from ..runtime.compile import define_operator, uses_operators
-from ..runtime.counters import MAX_COUNTERS, counters
 from ..runtime.descriptors import ragged
 from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
 from ..runtime.fallback import fallback_note, falls_back_to
@@ -44,15 +43,9 @@ _PARAMETERS = "q, k, v, pages, kv_lengths, out, lse, partial, slopes, k_scale, v
 #: Rows up to which CTAs of `decode_kernel` have one key head each.
 _FEW_ROWS = 8
 #: Rows whose lengths are read at a time; few sizes, as each compiles a kernel.
-_ROWS_AT_A_TIME = (1, 16, 64, 256, 1024)
-#: The fewest units of a CTA of `decode_kernel` that is not idle.
-_MIN_UNITS = 1
-#: Rows up to which a CTA of `combine_kernel` has one query of a row, parts that it loads at a time for
-#: these rows and for more, and elements at most.
-_FEW_COMBINED_ROWS, _PARTS_OF_FEW, _PARTS_OF_MANY, _MAX_COMBINED = 16, 64, 8, 1 << 13
-#: The most elements of a row's partial results that the last CTA of the row combines, for few rows and
-#: for many. With more, `combine_kernel` is faster, as it has several CTAs per row.
-_MAX_FUSED_OF_FEW, _MAX_FUSED_OF_MANY = 0, 1 << 17
+_ROWS_AT_A_TIME = (16, 64, 256, 1024)
+#: Parts that `combine_kernel` loads at a time, for few rows and for many, and elements at most.
+_PARTS_OF_FEW, _PARTS_OF_MANY, _MAX_COMBINED = 64, 8, 1 << 13
 
 
 class _Tile(NamedTuple):
@@ -144,7 +137,6 @@ class DecodeArgs:
     OUT: Written
     LSE: Written
     PARTIAL: Written
-    COUNTERS: Written
     stride_qt: Stride
     stride_qh: Stride
     stride_kp: Stride
@@ -370,23 +362,11 @@ class _LaunchConfig:
             LENGTHS=shape.rows_at_a_time,
             MANY=shape.has_many_rows,
             SLOTS=self.slots,
-            MIN_UNITS=1 if self.split else _MIN_UNITS,
         )
-        self.by_row = bool(self.split) or shape.rows_at_a_time <= _FEW_COMBINED_ROWS
+        self.by_row = bool(self.split) or shape.rows_at_a_time == _ROWS_AT_A_TIME[0]
         last = dict(PRECISION="tf32" if is_tf32 else "tf32x3")
-        self.used = triton.next_power_of_2(self.used)
-        combined = heads_per_cta * self.used
-        self.is_fused = (
-            not self.split
-            and self.ctas <= MAX_COUNTERS
-            and self.slots * combined * block_dv
-            <= (_MAX_FUSED_OF_MANY if shape.shares_heads else _MAX_FUSED_OF_FEW)
-        )
-        fused = dict(USED=self.used, TILE=1, PARTS=0)
-        if self.is_fused:
-            tile = min(combined, max(1, _MAX_COMBINED // (4 * block_dv)))
-            fused.update(TILE=tile, PARTS=_MAX_COMBINED // (tile * block_dv))
         # Few rows may have many parts each, of which a CTA loads as many as it can.
+        self.used = triton.next_power_of_2(self.used)
         tile = 1 if self.by_row else self.used
         parts = _PARTS_OF_FEW if self.by_row else _PARTS_OF_MANY
         parts = max(2, min(parts, _MAX_COMBINED // (tile * block_dv)))
@@ -402,11 +382,10 @@ class _LaunchConfig:
             | schedule
             | dict(PAIRS=shape.has_pairs, SAME_STRIDES=shape.has_same_strides)
             | last
-            | dict(PDL=device.supports_pdl and not self.is_fused)
-            | fused,
+            | dict(PDL=device.supports_pdl),
             dict(num_warps=decode.num_warps, num_stages=decode.num_stages),
             args=DecodeArgs,
-            unwritten=unwritten if self.is_fused else (*unwritten, "COUNTERS"),
+            unwritten=unwritten,
         )
         self.combine = Launch(
             combine_kernel,
@@ -609,14 +588,7 @@ class _LaunchConfig:
             **{name: prefill_numbers[name] for name in CombinePrefillArgs.numbers},
             **combined,
         )
-        decode = BoundLaunch(
-            self.decode,
-            self.ctas,
-            DecodeArgs,
-            COUNTERS="counters" if self.is_fused else q_offsets,
-            **numbers,
-            **attended,
-        )
+        decode = BoundLaunch(self.decode, self.ctas, DecodeArgs, **numbers, **attended)
         combine = BoundLaunch(
             self.combine,
             (n if self.by_row else slots) * shape.kv_heads * self.tiles,
@@ -627,10 +599,7 @@ class _LaunchConfig:
             **combined,
         )
         is_sm90 = self.sm90_tile is not None
-        get_counters = counters(shape.device) if self.is_fused else None
-        launch_decode = bind_launches(
-            f"{_PARAMETERS}, counters", *((decode,) if self.is_fused else (decode, combine))
-        )
+        launch_decode = bind_launches(_PARAMETERS, decode, combine)
         launch_prefill = bind_launches(
             _PARAMETERS, *((prefill, combine_prefill) if prefill_size else (prefill,))
         )
@@ -657,8 +626,7 @@ class _LaunchConfig:
                 if prefill_size:
                     cut = new((prefill_size,), (1,), torch.float32)
                 launch_prefill(q, k, v, pages, kv_lengths, out, lse, cut, *others)
-            zeros = get_counters(partial) if get_counters else None
-            launch_decode(q, k, v, pages, kv_lengths, out, lse, partial, *others, zeros)
+            launch_decode(q, k, v, pages, kv_lengths, out, lse, partial, *others)
             return out, lse
 
         return on_device(self.index, run)

@@ -7,9 +7,8 @@ So nothing is planned on the host, and a CUDA graph stays right when the lengths
 `decode_kernel` has a fixed number of CTAs per key head. The keys of all rows, in blocks of BLOCK_N,
 are one sequence of units, of which every CTA takes an equal share. A CTA stores the result of a row
 that it holds completely, and partial results of its first and its last row otherwise.
-The CTA that ends last, or `combine_kernel`, adds them up by their log-sum-exp. This is stream-K (Osama
-et al., 2023, arXiv:2301.03598) for the split keys of FlashDecoding (Dao et al., 2023). The lengths must
-not change during a launch: then the counts of parts would differ, and stay wrong.
+`combine_kernel` adds them up by their log-sum-exp. This is stream-K (Osama et al., 2023,
+arXiv:2301.03598) for the split keys of FlashDecoding (Dao et al., 2023).
 
 `prefill_kernel` has one CTA per tile of queries and key head, or PARTS of them if that leaves most
 of the device idle. `combine_prefill_kernel` adds up their parts.
@@ -497,90 +496,18 @@ def _find_row(
 
 
 @triton.jit
-def _used_slots(total, SLOTS: tl.constexpr, MIN_UNITS: tl.constexpr):
-    """Return the number of slots that share the units: all, or as many as get MIN_UNITS each."""
-    return tl.minimum(tl.maximum(tl.cdiv(total, MIN_UNITS), 1), SLOTS)
+def _first_unit(total, slot, SLOTS: tl.constexpr):
+    """Return the first unit of a slot, of equal shares of all units."""
+    return slot * (total // SLOTS) + tl.minimum(slot, total % SLOTS)
 
 
 @triton.jit
-def _first_unit(total, slot, slots):
-    """Return the first unit of a slot, of equal shares of all units; `total` after the last slot."""
-    return tl.minimum(slot * (total // slots) + tl.minimum(slot, total % slots), total)
-
-
-@triton.jit
-def _slot_of(total, unit, slots):
+def _slot_of(total, unit, SLOTS: tl.constexpr):
     """Return the slot of a unit."""
-    share = total // slots
-    large = total % slots  # slots with one unit more
+    share = total // SLOTS
+    large = total % SLOTS  # slots with one unit more
     end = large * (share + 1)
     return tl.where(unit < end, unit // (share + 1), large + (unit - end) // tl.maximum(share, 1))
-
-
-@triton.jit
-def _combine_parts(
-    OUT,
-    LSE,
-    PARTIAL,
-    first,
-    slot,
-    parts,
-    num_rows,
-    head,
-    query_row,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Combine the parts of a row for some of its queries and heads, PARTS parts at a time.
-
-    OUT and LSE point to the first query. `first` is the first unit of the row, and `slot` has its first
-    part. `head` and `query_row` are the key head of each query, and its row of the key head, of which
-    `num_rows` are used. The order of the additions depends only on the number of parts.
-    """
-    offs_d = tl.arange(0, BLOCK_DV)
-    TILE: tl.constexpr = query_row.shape[0]
-    is_row = query_row < num_rows
-    acc = tl.zeros([TILE, BLOCK_DV], tl.float32)
-    top = tl.full([TILE], INITIAL_MAX, tl.float32)
-    weight = tl.zeros([TILE], tl.float32)
-    for j in range(0, parts, PARTS):
-        part = j + tl.arange(0, PARTS)
-        index = first + part if SPLIT else 2 * (slot + part) + (part == 0)
-        index = (index.to(tl.int64)[:, None] * KV_HEADS + head[None, :]) * ROWS
-        partial = PARTIAL + (index + query_row[None, :]) * (HEAD_DIM_V + 4)
-        is_part = (part < parts)[:, None] & is_row[None, :]
-        # Another CTA wrote these numbers, perhaps after this SM had read their neighbors into its cache.
-        lse = tl.load(partial + HEAD_DIM_V, mask=is_part, other=-float("inf"), cache_modifier=".cg")
-        result = tl.load(
-            partial[:, :, None] + offs_d[None, None, :],
-            mask=is_part[:, :, None] & (offs_d < HEAD_DIM_V)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        factor = tl.exp2(lse - new_top[None, :])
-        alpha = tl.exp2(top - new_top)
-        acc = acc * alpha[:, None] + tl.sum(result * factor[:, :, None], 0)
-        weight = weight * alpha + tl.sum(factor, 0)
-        top = new_top
-    index = (query_row // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP
-    index += query_row % GROUP
-    divisor = tl.where(weight > 0, weight, 1.0)
-    out = acc / divisor[:, None]
-    tl.store(
-        OUT + index[:, None] * HEAD_DIM_V + offs_d[None, :],
-        out.to(OUT.dtype.element_ty),
-        mask=is_row[:, None] & (offs_d < HEAD_DIM_V)[None, :],
-    )
-    if WRITE_LSE:
-        lse = tl.where(weight > 0, (top + tl.log2(divisor)) * LN2, -float("inf"))
-        tl.store(LSE + index, lse, mask=is_row)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -598,7 +525,6 @@ def decode_kernel(
     OUT,
     LSE,
     PARTIAL,
-    COUNTERS,
     stride_qt,
     stride_qh,
     stride_kp,
@@ -637,23 +563,16 @@ def decode_kernel(
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
     SLOTS: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
     PAIRS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    USED: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """Compute the decoded rows of OUT (total, heads, HEAD_DIM_V) and of LSE (total, heads).
 
     PARTIAL (parts, KV_HEADS, ROWS, HEAD_DIM_V + 4) gets the results of parts of rows, each followed
     by its log-sum-exp in base 2. Part ``2 * slot + 1`` begins with its row, part ``2 * slot`` does
-    not; with SPLIT the parts are the units. With PARTS > 0 the CTA that finishes the last part of a row
-    combines them, PARTS at a time, for TILE of the HEADS * USED rows of queries. It finds out by
-    COUNTERS (SLOTS, KV_HEADS / HEADS), which are 0 before and after a launch. Otherwise
-    `combine_kernel` does so. With PAGE_SIZE = 0 the keys are contiguous: PAGES is
+    not; with SPLIT the parts are the units. With PAGE_SIZE = 0 the keys are contiguous: PAGES is
     not read, and KV_LENGTHS has the offsets of their rows.
     """
     slot = tl.program_id(0) // (KV_HEADS // HEADS)
@@ -675,9 +594,8 @@ def decode_kernel(
         LENGTHS,
         MANY,
     )
-    slots = _used_slots(total, SLOTS, MIN_UNITS)
-    unit = _first_unit(total, slot, slots)
-    last = _first_unit(total, slot + 1, slots)
+    unit = _first_unit(total, slot, SLOTS)
+    last = _first_unit(total, slot + 1, SLOTS)
     row, first = _find_row(
         KV_LENGTHS,
         PAGE_OFFSETS,
@@ -807,37 +725,6 @@ def decode_kernel(
                     HEAD_DIM_V,
                     BLOCK_DV,
                 )
-                if PARTS:
-                    first_slot = _slot_of(total, first, slots)
-                    parts = _slot_of(total, first + units - 1, slots) - first_slot + 1
-                    counter = COUNTERS + first_slot * (KV_HEADS // HEADS) + head // HEADS
-                    # The threads of the CTA wait for each other. One of them releases what all have
-                    # written, and acquires what other CTAs released.
-                    tl.debug_barrier()
-                    if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-                        tl.debug_barrier()
-                        for tile in range(0, HEADS * USED, TILE):
-                            combined = tile + tl.arange(0, TILE)
-                            _combine_parts(
-                                OUT + q_start * (KV_HEADS * GROUP * HEAD_DIM_V),
-                                LSE + q_start * (KV_HEADS * GROUP),
-                                PARTIAL,
-                                first,
-                                first_slot,
-                                parts,
-                                q_length * GROUP,
-                                head + combined // USED,
-                                combined % USED,
-                                KV_HEADS,
-                                GROUP,
-                                HEAD_DIM_V,
-                                BLOCK_DV,
-                                ROWS,
-                                WRITE_LSE,
-                                SPLIT,
-                                PARTS,
-                            )
-                        tl.store(counter, 0)
             unit = stop
         if unit >= first + units:
             first += units
@@ -869,7 +756,6 @@ def combine_kernel(
     LENGTHS: tl.constexpr,
     MANY: tl.constexpr,
     SLOTS: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
     BY_ROW: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -901,7 +787,6 @@ def combine_kernel(
         LENGTHS,
         MANY,
     )
-    slots = _used_slots(total, SLOTS, MIN_UNITS)
     if BY_ROW:
         first = _total_units(
             KV_LENGTHS,
@@ -920,10 +805,10 @@ def combine_kernel(
             LENGTHS,
             MANY,
         )
-        slot = _slot_of(total, first, slots)
+        slot = _slot_of(total, first, SLOTS)
     else:
         slot = row
-        end = _first_unit(total, slot + 1, slots)
+        end = _first_unit(total, slot + 1, SLOTS)
         row, first = _find_row(
             KV_LENGTHS, PAGE_OFFSETS, Q_OFFSETS, n, tl.maximum(end - 1, 0), capacity, window_left,
             GROUP, ROWS, BLOCK_N, HAS_LEFT, SPLIT, PAGE_SIZE, IS_RAGGED, LENGTHS, MANY,
@@ -948,35 +833,52 @@ def combine_kernel(
     if SPLIT:
         parts = units
     else:
-        parts = _slot_of(total, first + units - 1, slots) - slot + 1
+        parts = _slot_of(total, first + units - 1, SLOTS) - slot + 1
     is_cut = (units > 0) & (parts > 1)
     if not BY_ROW:
-        is_cut &= (first >= _first_unit(total, slot, slots)) & (first < end)
+        is_cut &= (first >= _first_unit(total, slot, SLOTS)) & (first < end)
     q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
     q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
     if PDL:
         # All CTAs wait: the kernel after this one may start when this one has ended.
         gdc_wait()
     if is_cut:
-        _combine_parts(
-            OUT + q_start * (KV_HEADS * GROUP * HEAD_DIM_V),
-            LSE + q_start * (KV_HEADS * GROUP),
-            PARTIAL,
-            first,
-            slot,
-            parts,
-            q_length * GROUP,
-            head + query_row * 0,
-            query_row,
-            KV_HEADS,
-            GROUP,
-            HEAD_DIM_V,
-            BLOCK_DV,
-            ROWS,
-            WRITE_LSE,
-            SPLIT,
-            PARTS,
+        offs_d = tl.arange(0, BLOCK_DV)
+        is_row = query_row < q_length * GROUP
+        acc = tl.zeros([TILE, BLOCK_DV], tl.float32)
+        top = tl.full([TILE], INITIAL_MAX, tl.float32)
+        weight = tl.zeros([TILE], tl.float32)
+        for j in range(0, parts, PARTS):
+            part = j + tl.arange(0, PARTS)
+            index = first + part if SPLIT else 2 * (slot + part) + (part == 0)
+            index = (index.to(tl.int64) * KV_HEADS + head) * ROWS
+            index = index[None, :] + query_row[:, None]
+            is_part = (part < parts)[None, :] & is_row[:, None]
+            partial = PARTIAL + index * (HEAD_DIM_V + 4)
+            lse = tl.load(partial + HEAD_DIM_V, mask=is_part, other=-float("inf"))
+            result = tl.load(
+                partial[:, :, None] + offs_d[None, None, :],
+                mask=is_part[:, :, None] & (offs_d < HEAD_DIM_V)[None, None, :],
+                other=0.0,
+            )
+            new_top = tl.maximum(top, tl.max(lse, 1))
+            factor = tl.exp2(lse - new_top[:, None])
+            alpha = tl.exp2(top - new_top)
+            acc = acc * alpha[:, None] + tl.sum(result * factor[:, :, None], 1)
+            weight = weight * alpha + tl.sum(factor, 1)
+            top = new_top
+        index = (q_start + query_row // GROUP) * (KV_HEADS * GROUP) + head * GROUP
+        index += query_row % GROUP
+        divisor = tl.where(weight > 0, weight, 1.0)
+        out = acc / divisor[:, None]
+        tl.store(
+            OUT + index[:, None] * HEAD_DIM_V + offs_d[None, :],
+            out.to(OUT.dtype.element_ty),
+            mask=is_row[:, None] & (offs_d < HEAD_DIM_V)[None, :],
         )
+        if WRITE_LSE:
+            lse = tl.where(weight > 0, (top + tl.log2(divisor)) * LN2, -float("inf"))
+            tl.store(LSE + index, lse, mask=is_row)
 
 
 @triton.jit
