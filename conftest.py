@@ -148,9 +148,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest tests first, so that the workers of `--dist worksteal` end together.
 
-    They compile kernels once for the whole module, so that one worker has to run them all.
+    The tests of targets compile kernels once for the whole module, so that one worker has to run them
+    all.
     """
-    items.sort(key=lambda item: item.path.name != "test_targets.py")
+    longest = ("test_targets.py", "test_compile_time_grows_linearly_with_depth")
+    items.sort(key=lambda item: item.path.name not in longest and item.name not in longest)
 
 
 def pytest_collection_finish() -> None:

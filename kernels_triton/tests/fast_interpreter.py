@@ -12,6 +12,7 @@ def speed_up_interpreter() -> None:
     """Change the interpreter of this process, once."""
     _patch_language_once()
     _skip_discarded_work()
+    _build_shapes_once()
 
 
 def _patch_language_once() -> None:
@@ -63,3 +64,29 @@ def _skip_discarded_work() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = look_up_once
+
+
+def _build_shapes_once() -> None:
+    """Let blocks of one shape share the objects that describe it, which take a third of the run time."""
+    types: dict[tuple[str, tuple[int, ...]], tuple[Any, int, str]] = {}
+    tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    initialize_type, initialize_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+    def initialize_type_once(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        sizes = tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape])
+        key = element_ty.name, sizes
+        if key not in types:
+            initialize_type(self, element_ty, shape)
+            types[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = types[key]
+
+    def initialize_tensor_once(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in tensors:
+            initialize_tensor(self, handle, type)
+            tensors[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensors[sizes]
+
+    tl.block_type.__init__, tl.tensor.__init__ = initialize_type_once, initialize_tensor_once
