@@ -314,7 +314,7 @@ def attention(
     # options of these types are the same options; other options are compared by `_attention.run`.
     if (
         type(q) is type(k) is type(v) is Array
-        and q.layout is k.layout is v.layout
+        and (layout := q.layout) is k.layout is v.layout
         and alibi_slopes is None
         and sinks is None
         and not (dropout or q.ragged_dim or k.ragged_dim or v.ragged_dim)
@@ -327,7 +327,7 @@ def attention(
         and (kernel is None or type(kernel) is str)
     ):
         key = "attention", causal, window, scale, softcap, deterministic, return_lse, kernel
-        for entry in _attention.recall(q.layout, key):
+        for entry in _attention.recall(layout, key):
             if entry.kernels is _attention.kernels and entry.guard(q.values, k.values, v.values):
                 try:
                     return entry.run(q=q, k=k, v=v, alibi_slopes=None)
