@@ -6,8 +6,9 @@ import pytest
 from scree.distributed.exchange import HeadCounts, is_faster_by_heads
 from scree.distributed.pieces import cut_rows
 
-#: Attention of the measurements in docs/guides/multi-gpu.md.
+#: Attention of the measurements in docs/guides/multi-gpu.md, and of the 124M model.
 MEASURED = HeadCounts(heads=32, kv_heads=8, dims=256, itemsize=2)
+SMALL_MODEL = HeadCounts(heads=12, kv_heads=12, dims=128, itemsize=2)
 
 
 def choose(
@@ -43,6 +44,12 @@ def test_is_faster_by_heads_measured_batches(
     lengths: list[int], num_ranks: int, window: int | None, expected: bool
 ) -> None:
     assert choose(lengths, num_ranks, window=(window, 0)) == expected
+
+
+def test_is_faster_by_heads_small_model() -> None:
+    assert choose([65_536], 2, SMALL_MODEL)
+    packed = [608, 280, 1408, 3840, 11_256, 2408, 888, 624, 6296, 23_784, 3080, 320, 480, 10_264]
+    assert not choose(packed, 2, SMALL_MODEL)
 
 
 def test_is_faster_by_heads_without_overlap() -> None:

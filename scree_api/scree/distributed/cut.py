@@ -158,7 +158,7 @@ class Cut(ShardOperations):
         plan: SplitPlan,
         layouts: list[tuple[Layout, Layout]],
     ) -> Any:
-        """Compute attention that needs no keys of other ranks while these keys arrive."""
+        """Compute the queries that need no keys of other ranks apart from the others."""
         parts = _Parts(operation, options, kernel, layouts)
         out, lse = self.group.attend_in_parts(
             call.q.values, call.k.values, call.v.values, plan, parts

@@ -80,7 +80,7 @@ class Group:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the log-sum-exp of attention in two parts.
 
-        The exchange runs during the part that needs no keys of other ranks.
+        Gradients are exchanged during the part that needs no keys of other ranks.
         """
         return _AttentionInParts.apply(q, k, v, plan, parts, self)
 
@@ -184,7 +184,7 @@ class Parts(Protocol):
 
 
 class _AttentionInParts(torch.autograd.Function):
-    """Attention that exchanges keys, and their gradients, while it computes queries without these keys."""
+    """Attention in two parts: queries that see keys of this rank only, and all others."""
 
     @staticmethod
     def forward(
@@ -192,10 +192,12 @@ class _AttentionInParts(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shapes = k.shape, v.shape
         received, work = _start_all_to_all(_pack([k, v], plan), plan, shapes, group)
+        # Ranks without a first part wait for these keys. The kernel of the exchange could begin only after
+        # attention, which occupies all SMs, and it occupies SMs itself while it waits for another rank.
+        work.wait()
         has_local = plan.queries != [(0, q.shape[0])]
         if has_local:
             out, lse = parts.attend(0, q, k, v)
-        work.wait()
         keys, values = _join_keys([k, v], received, plan, group)
         if plan.queries:
             part = parts.attend(1, _narrow(q, plan.queries), keys, values)
