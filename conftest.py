@@ -48,12 +48,14 @@ def precompile_preamble_of_mlx() -> None:
     compiler, mlx = shutil.which("g++"), find_spec("mlx")
     if sys.platform != "linux" or compiler is None or mlx is None:
         return
+    include = Path(mlx.submodule_search_locations[0]) / "include"
+    if not (include / MLX_PREAMBLE).exists():  # another version of MLX
+        return
     cache = Path(__file__).parent / ".cache" / f"mlx-{version('mlx')}"
     program, compiled = cache / "bin" / "g++", cache / f"{MLX_PREAMBLE}.gch"
     if Path(compiler) == program:  # the environment of this process is already changed
         return
     if not compiled.exists():
-        include = Path(mlx.submodule_search_locations[0]) / "include"
         compiled.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(include / MLX_PREAMBLE, cache / MLX_PREAMBLE)
         # Other runs of the tests may do the same at this time.
