@@ -68,7 +68,7 @@ def test_gradients_of_two_parts_add_up(kernel, dim):
 
 @pytest.mark.parametrize("kernel", ["triton", "standard"])
 def test_gradients_of_rows_without_keys_or_without_queries_are_zero(kernel):
-    # The queries of row 1 see keys of another call, and no query of this call sees the keys of row 2.
+    # Row 1 has no keys, and row 2 has no queries.
     query_lengths, key_lengths = [5, 17, 0, 3], [5, 0, 17, 9]
     generator = torch.Generator().manual_seed(0)
     q, k, v, out, dout = (

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import scree
 from scree.data import split_balanced
 from scree.distributed import shard, unshard
-from scree.distributed.pieces import KeyPlan, Pieces, SplitPlan, cut_rows, plan_keys, plan_split
+from scree.distributed.pieces import KeyPlan, Pieces, cut_rows, plan_keys, plan_remote_keys
 from scree.ops.attention import AttentionCall
 
 WINDOWS = [(True, None), (True, 5), (False, None), (False, (3, 2)), (False, (None, 4))]
@@ -472,51 +472,6 @@ def delivered_keys(
     return [x for source, start, length in plan.keys for x in buffers[source][start:][:length]]
 
 
-def check_split(
-    pieces: Pieces,
-    splits: list[Any],
-    rank: int,
-    split: SplitPlan,
-    lengths: np.ndarray,
-    window: tuple[int | None, ...],
-) -> None:
-    """Compare the pairs of query and key of both parts with all pairs of the queries of a rank."""
-    left, right = window
-    tokens, keys = tokens_of(pieces, rank), delivered_keys(pieces, splits, rank, split)
-    queries = [x for start, n in split.queries for x in tokens[start:][:n]]
-    pairs = []
-    for part, query_lengths, key_lengths in (
-        ((tokens, tokens), split.local_query_lengths, split.local_key_lengths),
-        ((queries, keys), split.query_lengths, split.key_lengths),
-    ):
-        first_query = first_key = 0
-        for num_queries, num_keys in zip(query_lengths.tolist(), key_lengths.tolist(), strict=True):
-            for i in range(num_queries):
-                for j in range(num_keys):
-                    distance = j - (i + num_keys - num_queries)  # aligned bottom-right
-                    if (left is None or distance >= -left) and (right is None or distance <= right):
-                        pairs.append((part[0][first_query + i], part[1][first_key + j]))
-            first_query, first_key = first_query + num_queries, first_key + num_keys
-        assert (first_query, first_key) == (len(part[0]), len(part[1]))
-    expected = [
-        ((row, query), (row, key))
-        for row, query in tokens
-        for key in range(lengths[row])
-        if (left is None or key >= query - left) and (right is None or key <= query + right)
-    ]
-    assert sorted(pairs) == expected
-    remote = [
-        x for (source, _, _), x in zip(split.keys, runs_of(split), strict=True) if source != rank
-    ]
-    received = [(source, i) for source, n in enumerate(split.received) for i in range(n)]
-    assert split.is_partition == (sorted(x for run in remote for x in run) == received)
-
-
-def runs_of(plan: KeyPlan) -> list[list[tuple[int, int]]]:
-    """Return per run of keys the rank and the index of each of its tokens."""
-    return [[(rank, start + i) for i in range(length)] for rank, start, length in plan.keys]
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0), (3, 2), (None, 4)])
 def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None, ...]) -> None:
@@ -525,9 +480,10 @@ def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None
         lengths = make_lengths(seed).astype(np.int64)
         pieces = cut_rows(lengths, num_ranks, (1, 1))
         plans = [plan_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
-        splits = [plan_split(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
+        remote = [plan_remote_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
         for rank, plan in enumerate(plans):
             mine = np.flatnonzero(pieces.ranks == rank)
+            own = set(tokens_of(pieces, rank))
             every: dict[int, list[tuple[int, int]]] = {}
             for p in mine.tolist():
                 row, length = int(pieces.rows[p]), int(lengths[pieces.rows[p]])
@@ -549,8 +505,9 @@ def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None
             assert delivered_keys(pieces, plans, rank, plan) == expected
             counts = [n for group in plan.groups for n in group.key_lengths.tolist()]
             assert counts == [len(every[p]) for p in order]
-            split = splits[rank]
-            if split is None:
-                assert window in ((3, 2), (None, 4))
-                continue
-            check_split(pieces, splits, rank, split, lengths, window)
+            other = remote[rank]
+            if other is not None:
+                expected = [x for p in mine.tolist() for x in every[p] if x not in own]
+                assert delivered_keys(pieces, remote, rank, other) == expected
+                once = len(set(expected)) == len(expected) == sum(other.received)
+                assert other.is_partition == once

@@ -29,6 +29,7 @@ def choose(
     ("lengths", "num_ranks", "window", "expected"),
     [
         ([32_768], 2, None, False),
+        ([32_768], 4, None, True),
         ([131_072], 2, None, True),
         ([131_072], 2, 4095, False),
         ([131_072], 4, None, True),

@@ -10,9 +10,18 @@ from ..array import Array
 from ..checks import check_whole
 from ..layout import SHARD_LAYOUTS, Layout
 from ..ops.attention import AttentionCall
+from ..ops.merge_attention import merge_attention
 from .exchange import HeadCounts, is_faster_by_heads
 from .operations import ShardOperations, map_results
-from .pieces import GroupPlan, KeyGroup, Pieces, SplitPlan, find_token_runs, plan_keys, plan_split
+from .pieces import (
+    GroupPlan,
+    KeyGroup,
+    Pieces,
+    RemotePlan,
+    find_token_runs,
+    plan_keys,
+    plan_remote_keys,
+)
 
 if TYPE_CHECKING:
     from .torch import Group, TokenRuns
@@ -110,9 +119,9 @@ class Cut(ShardOperations):
             return self._restore("attention", layout, operation.run(local, options, kernel))
         if self.exchanges_heads(call):
             return self._attention_of_heads(operation, call, layout, options, kernel)
-        split = None if call.alibi_slopes is not None else self._split_plan(*call.window)
-        if split is not None:
-            return self._attention_in_parts(operation, call, layout, options, kernel, *split)
+        remote = None if call.alibi_slopes is not None else self._remote_plan(*call.window)
+        if remote is not None:
+            return self._attention_to_parts(operation, call, layout, options, kernel, remote)
         slopes = call.alibi_slopes
         if slopes is not None and not call.causal:
             raise ValueError(
@@ -148,48 +157,47 @@ class Cut(ShardOperations):
         shards = [Array.from_layout(x, layout) for x in outputs]
         return tuple(shards) if call.return_lse else shards[0]
 
-    def _attention_in_parts(
+    def _attention_to_parts(
         self,
         operation: Any,
         call: AttentionCall,
         layout: Layout,
         options: dict[str, Any],
         kernel: str | None,
-        plan: SplitPlan,
-        layouts: list[tuple[Layout, Layout]],
+        remote: tuple[RemotePlan, Layout, Layout],
     ) -> Any:
-        """Compute the queries that need no keys of other ranks apart from the others."""
-        parts = _Parts(operation, options, kernel, layouts)
-        out, lse = self.group.attend_in_parts(
+        """Compute attention to the keys of this rank while the keys of other ranks arrive."""
+        plan, queries, keys = remote
+        local = self.local_layout if plan.has_rows else self.piece_layout
+        parts = _Parts(operation, options, kernel, local, queries, keys, plan.window)
+        out, lse = self.group.attend_to_parts(
             call.q.values, call.k.values, call.v.values, plan, parts
         )
         out, lse = Array.from_layout(out, layout), Array.from_layout(lse, layout)
         return (out, lse) if call.return_lse else out
 
-    def _split_plan(
+    def _remote_plan(
         self, left: int | None, right: int | None
-    ) -> tuple[SplitPlan, list[tuple[Layout, Layout]]] | None:
-        """Return the plan of `plan_split`, and per part the layouts of its queries and of its keys."""
+    ) -> tuple[RemotePlan, Layout, Layout] | None:
+        """Return the plan, the layout of its queries, and the layout of the keys of other ranks.
 
-        def make() -> tuple[SplitPlan, list[tuple[Layout, Layout]]] | None:
-            plan = plan_split(
+        None where `plan_remote_keys` has no plan.
+        """
+
+        def make() -> tuple[RemotePlan, Layout, Layout] | None:
+            plan = plan_remote_keys(
                 self.pieces, self._lengths, self.group.rank, self.group.size, (left, right)
             )
             if plan is None:
                 return None
             lib, like = self.local_layout.backend, self.local_layout.offsets
-            layouts = []
-            for lengths in (
-                (plan.local_query_lengths, plan.local_key_lengths),
-                (plan.query_lengths, plan.key_lengths),
-            ):
-                queries = Layout.from_host_lengths(lib, lengths[0], like=like)
-                is_equal = np.array_equal(*lengths)
-                keys = queries if is_equal else Layout.from_host_lengths(lib, lengths[1], like=like)
-                layouts.append((queries, keys))
-            return plan, layouts
+            queries, keys = (
+                Layout.from_host_lengths(lib, x, like=like)
+                for x in (plan.query_lengths, plan.key_lengths)
+            )
+            return plan, queries, keys
 
-        return self.local_layout.cached(("split", left, right), make)
+        return self.local_layout.cached(("remote keys", left, right), make)
 
     def exchanges_heads(self, call: AttentionCall) -> bool:
         """Return whether all ranks exchange heads for tokens, instead of sending keys."""
@@ -210,7 +218,7 @@ class Cut(ShardOperations):
             is_cut = np.ones(self._lengths.size, bool)
             is_whole = self.pieces.lengths == self._lengths[self.pieces.rows]
             is_cut[self.pieces.rows[is_whole]] = False
-            overlaps = not has_slopes and self._split_plan(*window) is not None
+            overlaps = not has_slopes and self._remote_plan(*window) is not None
             return is_faster_by_heads(self._lengths, is_cut, size, counts, window, overlaps)
 
         key = "exchanges heads", counts, window, has_slopes
@@ -230,7 +238,7 @@ class Cut(ShardOperations):
             "token runs", lambda: find_token_runs(self.pieces, self._lengths, group.size)
         )
         if call.alibi_slopes is None:
-            rows = _Parts(operation, options, kernel, [(whole, whole)])
+            rows = _Parts(operation, options, kernel, whole, whole, whole, (None, None))
             out, lse = group.attend_to_heads(
                 call.q.values, call.k.values, call.v.values, runs, rows, call.return_lse
             )
@@ -281,46 +289,59 @@ class Cut(ShardOperations):
 
 
 class _Parts(NamedTuple):
-    """Attention of the parts of a call; implements `torch.Parts`.
+    """Attention to the keys of this rank, and to the keys of other ranks; implements `torch.Parts`.
 
     Attributes
     ----------
     operation, options, kernel
         The attention operation, its options, and the provider that must run it or None.
-    layouts
-        Per part the layouts of its queries and of its keys.
+    local
+        Layout of the tokens of this rank, or of the whole rows if the ranks exchange heads.
+    queries, keys
+        Layouts of the queries that see keys of other ranks, and of these keys.
+    window
+        The window between `queries` and `keys`.
     """
 
     operation: Any
     options: dict[str, Any]
     kernel: str | None
-    layouts: list[tuple[Layout, Layout]]
+    local: Layout
+    queries: Layout
+    keys: Layout
+    window: tuple[int | None, int | None]
 
-    def _arguments(
-        self, part: int, q: Any, k: Any, v: Any
+    def _call(
+        self, q: Any, k: Any, v: Any, is_local: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arrays and the options of one part."""
-        queries, keys = self.layouts[part]
+        layouts = (self.local, self.local) if is_local else (self.queries, self.keys)
         arrays = {
-            "q": Array.from_layout(q, queries),
-            "k": Array.from_layout(k, keys),
-            "v": Array.from_layout(v, keys),
+            "q": Array.from_layout(q, layouts[0]),
+            "k": Array.from_layout(k, layouts[1]),
+            "v": Array.from_layout(v, layouts[1]),
             "alibi_slopes": None,
         }
-        return arrays, {**self.options, "return_lse": True}
+        options = {**self.options, "return_lse": True}
+        return arrays, options if is_local else {**options, "causal": False, "window": self.window}
 
-    def attend(self, part: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, is_local: bool) -> tuple[Any, Any]:
         """Return the output and the log-sum-exp of a part."""
-        out, lse = self.operation.run(*self._arguments(part, q, k, v), self.kernel)
+        arrays, options = self._call(q, k, v, is_local)
+        out, lse = self.operation.run(arrays, options, self.kernel)
         return out.values, lse.values
 
+    def merge(self, outputs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
+        """Return the output and the log-sum-exp for all keys."""
+        return merge_attention(outputs, lses)
+
     def gradients(
-        self, part: int, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_local: bool
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of q, k and v of a part."""
         from ..providers.torch_attention_gradient import attention_gradient
 
-        arrays, options = self._arguments(part, q, k, v)
+        arrays, options = self._call(q, k, v, is_local)
         return attention_gradient(AttentionCall(**arrays, **options), out, lse, dout, dlse)
 
 

@@ -9,10 +9,12 @@ import numpy as np
 #: Operations per second of attention, forward and backward, in half precision and in other dtypes.
 HALF_FLOPS, OTHER_FLOPS = 5e14, 6e13
 #: Bytes per second that a rank receives in an exchange of heads, including the copies before and after it,
-#: and in an exchange of keys.
-HEADS_BANDWIDTH, KEYS_BANDWIDTH = 2.5e11, 2e11
-#: The time that an exchange of keys adds to a step, relative to the time of the pairs with these keys.
-REMOTE_LOSS = 0.08
+#: from one other rank and from several.
+PAIR_BANDWIDTH, HEADS_BANDWIDTH = 2.2e11, 3e11
+#: Bytes per second that a rank receives in an exchange of keys.
+KEYS_BANDWIDTH = 2e11
+#: Attention to keys of other ranks takes longer by this fraction than causal attention with as many pairs.
+REMOTE_LOSS = 0.09
 # All numbers were measured on two and on four H200, which NVLink connects.
 
 
@@ -59,7 +61,7 @@ def is_faster_by_heads(
     window
         (left, right): number of visible keys before and after a query. None is unbounded.
     overlaps
-        Whether attention is in two parts, with the exchange of gradients during one of them.
+        Whether the exchange of keys runs during attention to the keys of the rank.
     """
     left, right = window
     remote_fraction = (num_ranks - 1) / num_ranks
@@ -84,4 +86,5 @@ def is_faster_by_heads(
     if overlaps:
         key_seconds = max(key_seconds - local_seconds, 0.0) + REMOTE_LOSS * remote_seconds
     sent_heads = tokens.sum() / num_ranks * remote_fraction * (counts.heads + counts.kv_heads)
-    return bool(2 * sent_heads * bytes_per_head / HEADS_BANDWIDTH < key_seconds)
+    bandwidth = PAIR_BANDWIDTH if num_ranks == 2 else HEADS_BANDWIDTH
+    return bool(2 * sent_heads * bytes_per_head / bandwidth < key_seconds)

@@ -368,88 +368,82 @@ def plan_keys(
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPlan(KeyPlan):
-    """Attention of a rank in two parts: queries that see keys of this rank only, and all others.
-
-    `keys` are the keys of the second part.
+class RemotePlan(KeyPlan):
+    """The keys of other ranks that the queries of a rank see.
 
     Attributes
     ----------
     is_partition
-        Whether each token from another rank is in one run of `keys`.
-    local_query_lengths, local_key_lengths
-        (rows,) lengths of the rows of the first part, which takes all tokens of the rank. Queries of the
-        second part are rows without keys, and keys that no query sees are rows without queries.
+        Whether each of these keys is in one run of `keys`.
+    has_rows
+        True if all tokens of a row on this rank are one row in attention to its own keys. Otherwise
+        each piece is a row.
     queries
-        Runs (start, length) of the tokens of this rank whose queries are in the second part.
+        Runs (start, length) of the tokens of this rank that see keys of other ranks.
     query_lengths, key_lengths
-        (rows,) number of queries and of keys of each row of the second part. The last query of a row is
-        aligned with its last key.
+        (pieces,) number of these queries per piece, and of the keys of other ranks that they see.
+    window
+        The window between these queries and the keys of other ranks.
     """
 
     is_partition: bool
-    local_query_lengths: np.ndarray
-    local_key_lengths: np.ndarray
+    has_rows: bool
     queries: list[tuple[int, int]]
     query_lengths: np.ndarray
     key_lengths: np.ndarray
+    window: tuple[int | None, int | None]
 
 
-def plan_split(
+def plan_remote_keys(
     pieces: Pieces, lengths: np.ndarray, rank: int, num_ranks: int, window: tuple[int | None, ...]
-) -> SplitPlan | None:
-    """Return the two parts of attention of a rank; see `plan_keys` for the arguments.
+) -> RemotePlan | None:
+    """Return the keys of other ranks that the queries of a rank see; see `plan_keys`.
 
-    None under a window that has a bound after the query, or no bound on that side only, because the
-    last query of a piece is then not aligned with its last key. Under a causal window, the first queries
-    of a piece see keys of the pieces before it. Otherwise all queries of a piece see the same pieces.
+    None unless all queries of a piece see the same keys of other ranks, or a causal window of them.
+    Under a causal mask they see all earlier pieces, without a mask all pieces of the row. Under a
+    causal window no piece may be shorter than the window. Then the first queries of a piece see the
+    end of the piece before it, and no other piece.
     """
     left, right = window
     if right not in (0, None) or (left is not None and right is None):
         return None
     tables = _KeyTables(pieces, lengths, rank, num_ranks, window)
-    local: list[tuple[int, int]] = []
+    if left is not None and (pieces.lengths[tables.is_cut] < left).any():
+        return None
     queries: list[tuple[int, int, int]] = []
     keys: list[tuple[int, int, int]] = []
-    rows: list[tuple[int, int]] = []
+    query_lengths, key_lengths = [], []
     for query in tables.own.tolist():
-        length, parts = int(pieces.lengths[query]), tables.visible(query)
-        if all(pieces.ranks[p] == rank for p, _, _ in parts):
-            local.append((length, length))
+        parts = [part for part in tables.visible(query) if pieces.ranks[part[0]] != rank]
+        if not parts:
             continue
-        count = length if left is None else min(length, left)
-        local += [(count, 0), (length - count, length)]
-        if left is not None:
-            end = int(pieces.starts[query]) + count
-            parts = [(p, low, min(high, end)) for p, low, high in parts]
-        rows.append((count, sum(high - low for _, low, high in parts)))
-        _append_run(queries, (rank, tables.starts[query], count))
+        length = int(pieces.lengths[query])
+        length = length if left is None else min(length, left)
+        query_lengths.append(length)
+        key_lengths.append(sum(high - low for _, low, high in parts))
+        _append_run(queries, (rank, tables.starts[query], length))
         for part in parts:
             _append_run(keys, tables.run(*part))
-    (local_queries, local_keys), (query_lengths, key_lengths) = (
-        np.asarray(x, np.int64).reshape(-1, 2).T for x in (local, rows)
-    )
-    return SplitPlan(
+    return RemotePlan(
         tables.sent,
         tables.received,
         keys,
-        _is_partition(keys, tables.received, rank),
-        local_queries,
-        local_keys,
+        _is_partition(keys, tables.received),
+        left is None,
         [(start, length) for _, start, length in queries],
-        query_lengths,
-        key_lengths,
+        np.asarray(query_lengths, np.int64),
+        np.asarray(key_lengths, np.int64),
+        (None, None) if left is None else (0, None),
     )
 
 
-def _is_partition(keys: list[tuple[int, int, int]], received: list[int], rank: int) -> bool:
-    """Return whether each token from another rank is in one run of the keys."""
+def _is_partition(keys: list[tuple[int, int, int]], received: list[int]) -> bool:
+    """Return whether each received token is in one run of the keys."""
     ends = [0] * len(received)
     for source, start, length in sorted(keys):
-        if source != rank:
-            if start != ends[source]:
-                return False
-            ends[source] += length
+        if start != ends[source]:
+            return False
+        ends[source] += length
     return ends == received
 
 

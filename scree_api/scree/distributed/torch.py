@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .pieces import KeyPlan, SplitPlan
+from .pieces import KeyPlan, RemotePlan
 
 #: Per rank, in the order of its tokens, its runs (start, length) of the tokens of the whole rows.
 TokenRuns = list[list[tuple[int, int]]]
@@ -75,14 +75,14 @@ class Group:
         """Return the tensor as a constant."""
         return x.detach()
 
-    def attend_in_parts(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SplitPlan, parts: Parts
+    def attend_to_parts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RemotePlan, parts: Parts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp of attention in two parts.
+        """Return the output and the log-sum-exp of attention to own keys and received keys.
 
-        Gradients are exchanged during the part that needs no keys of other ranks.
+        The exchange runs during attention to the own keys.
         """
-        return _AttentionInParts.apply(q, k, v, plan, parts, self)
+        return _AttentionToParts.apply(q, k, v, plan, parts, self)
 
     def attend_to_heads(
         self,
@@ -164,51 +164,56 @@ class _Exchange(torch.autograd.Function):
 
 
 class Parts(Protocol):
-    """The attention that `Group.attend_in_parts` and `Group.attend_to_heads` run.
+    """The attention that `Group.attend_to_parts` runs on own keys and on received keys.
 
-    Part 0 has all tokens of the rank, or of the whole rows. Part 1 has the queries that see keys of other
-    ranks. q is (queries, num_heads, head_dim), k is (keys, num_kv_heads, head_dim) and v is (keys,
-    num_kv_heads, value_dim). Outputs are (queries, num_heads, value_dim), and log-sum-exps are (queries,
-    num_heads).
+    `Group.attend_to_heads` runs it on whole rows, which count as own keys.
+
+    q is (queries, num_heads, head_dim), k is (keys, num_kv_heads, head_dim) and v is (keys,
+    num_kv_heads, value_dim). Outputs are (queries, num_heads, value_dim), and log-sum-exps are
+    (queries, num_heads). `is_local` says whether the keys are own keys.
     """
 
     def attend(
-        self, part: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_local: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and the log-sum-exp of a part."""
+        """Return the output and the log-sum-exp for some of the keys."""
+
+    def merge(
+        self, outputs: list[torch.Tensor], lses: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and the log-sum-exp for all keys."""
 
     def gradients(
-        self, part: int, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, is_local: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v of a part."""
+        """Return the gradients of q, k and v; `out` and `lse` are results for all keys."""
 
 
-class _AttentionInParts(torch.autograd.Function):
-    """Attention in two parts: queries that see keys of this rank only, and all others."""
+class _AttentionToParts(torch.autograd.Function):
+    """Attention that exchanges keys, and their gradients, while it computes the own keys."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, plan: SplitPlan, parts: Parts, group: Group
+        ctx: Any, q: Any, k: Any, v: Any, plan: RemotePlan, parts: Parts, group: Group
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shapes = k.shape, v.shape
         received, work = _start_all_to_all(_pack([k, v], plan), plan, shapes, group)
-        # Ranks without a first part wait for these keys. The kernel of the exchange could begin only after
-        # attention, which occupies all SMs, and it occupies SMs itself while it waits for another rank.
+        out, lse = parts.attend(q, k, v, True)
         work.wait()
-        has_local = plan.queries != [(0, q.shape[0])]
-        if has_local:
-            out, lse = parts.attend(0, q, k, v)
         keys, values = _join_keys([k, v], received, plan, group)
         if plan.queries:
-            part = parts.attend(1, _narrow(q, plan.queries), keys, values)
-            if has_local:
-                for whole, x in zip((out, lse), part, strict=True):
+            part = parts.attend(_narrow(q, plan.queries), keys, values, False)
+            own = _narrow(out, plan.queries), _narrow(lse, plan.queries)
+            merged = parts.merge([own[0], part[0]], [own[1], part[1]])
+            if plan.queries == [(0, q.shape[0])]:
+                out, lse = merged
+            else:
+                lse = lse.contiguous()
+                for whole, x in zip((out, lse), merged, strict=True):
                     for run, tokens in _runs(whole, plan.queries, x):
                         run.copy_(tokens)
-            else:
-                out, lse = part
         ctx.save_for_backward(q, k, v, keys, values, out, lse)
-        ctx.plan, ctx.parts, ctx.group, ctx.has_local = plan, parts, group, has_local
+        ctx.plan, ctx.parts, ctx.group = plan, parts, group
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -223,24 +228,17 @@ class _AttentionInParts(torch.autograd.Function):
             queries = [
                 x if x is None else _narrow(x, plan.queries) for x in (q, out, lse, dout, dlse)
             ]
-            dq_part, *grads = parts.gradients(1, queries[0], keys, values, *queries[1:])
-        returned, work = _start_all_to_all(
-            _sum_received(grads, plan, shapes, group), plan, shapes, group, back=True
-        )
-        if ctx.has_local:
-            dq, *totals = parts.gradients(0, q, k, v, out, lse, dout, dlse)
-            if dq_part is not None:
-                for run, tokens in _runs(dq, plan.queries, dq_part):
-                    run.copy_(tokens)
-        else:
-            dq, totals = dq_part, [torch.zeros_like(x) for x in (k, v)]
-        if group.size > 2:  # sums of many numbers are rounded once
-            totals = [x.to(_wide(x.dtype)) for x in totals]
-        for total, x in zip(totals, grads, strict=True):
-            for (rank, start, length), tokens in _key_runs(plan, x):
-                if rank == group.rank:
-                    total.narrow(0, start, length).add_(tokens)
+            dq_part, *grads = parts.gradients(queries[0], keys, values, *queries[1:], False)
+        flat = _sum_received(grads, plan, shapes)
+        returned, work = _start_all_to_all(flat, plan, shapes, group, back=True)
+        dq, dk, dv = parts.gradients(q, k, v, out, lse, dout, dlse, True)
+        if dq_part is not None:
+            for run, tokens in _runs(dq, plan.queries, dq_part):
+                run.add_(tokens)
         work.wait()
+        totals = [dk, dv]
+        if group.size > 2:  # sums of more than two numbers are rounded once
+            totals = [x.to(_wide(x.dtype)) for x in totals]
         _add_returned(totals, returned, plan, shapes)
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype), None, None, None
 
@@ -284,7 +282,14 @@ def _sent_runs(
 def _join_keys(
     arrays: list[torch.Tensor], received: torch.Tensor, plan: KeyPlan, group: Group
 ) -> list[torch.Tensor]:
-    """Return the keys of a plan per array, from the tokens of this rank and from other ranks."""
+    """Return the keys of a plan per array, from the tokens of this rank and from other ranks.
+
+    A single run of received tokens is not copied.
+    """
+    shapes = [x.shape for x in arrays]
+    if len(plan.keys) == 1 and plan.keys[0][0] != group.rank:
+        rank, start, length = plan.keys[0]
+        return [views[rank].narrow(0, start, length) for views in _split(received, plan, shapes)]
     total = sum(length for _, _, length in plan.keys)
     joined = [x.new_empty(total, *x.shape[1:]) for x in arrays]
     received, *words = _in_words(received, *arrays, *joined)
@@ -305,7 +310,7 @@ def _add_returned(
         run.add_(tokens)
 
 
-def _sum_received(grads: Any, plan: SplitPlan, shapes: Any, group: Group) -> torch.Tensor:
+def _sum_received(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
     """Return the gradients of the received tokens, flat; `grads` are gradients of the joined keys."""
     dtype = grads[0].dtype
     options: Any = {
@@ -316,9 +321,8 @@ def _sum_received(grads: Any, plan: SplitPlan, shapes: Any, group: Group) -> tor
     flat = make(_width(shapes) * sum(plan.received), **options)
     for views, x in zip(_split(flat, plan, shapes), grads, strict=True):
         for (rank, start, length), tokens in _key_runs(plan, x):
-            if rank != group.rank:
-                target = views[rank].narrow(0, start, length)
-                target.copy_(tokens) if plan.is_partition else target.add_(tokens)
+            target = views[rank].narrow(0, start, length)
+            target.copy_(tokens) if plan.is_partition else target.add_(tokens)
     return flat.to(dtype)
 
 
@@ -355,7 +359,7 @@ class _AttentionOfHeads(torch.autograd.Function):
         shapes = [(x.shape[1] // group.size, x.shape[2]) for x in (q, k, v)]
         tokens = _swap_for_tokens([q, k, v], runs, group)
         own_q, own_k, own_v = _split_heads(tokens, shapes)
-        out, lse = parts.attend(0, own_q, own_k, own_v)
+        out, lse = parts.attend(own_q, own_k, own_v, True)
         ctx.save_for_backward(tokens, out, lse)
         ctx.runs, ctx.parts, ctx.group, ctx.shapes = runs, parts, group, shapes
         ctx.set_materialize_grads(False)
@@ -376,7 +380,7 @@ class _AttentionOfHeads(torch.autograd.Function):
         if dlse is not None:
             dlse = _swap_for_tokens([dlse], runs, group)
         q, k, v = _split_heads(tokens, ctx.shapes)
-        grads = ctx.parts.gradients(0, q, k, v, out, lse, dout, dlse)
+        grads = ctx.parts.gradients(q, k, v, out, lse, dout, dlse, True)
         return *_swap_for_heads(grads, runs, group), None, None, None, None
 
 
