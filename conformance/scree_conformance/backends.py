@@ -40,6 +40,8 @@ class Library:
     host
         Whether scree can read offsets on this device without a synchronization, and so compares
         layouts by value.
+    is_cuda
+        Whether the arrays are on a CUDA device, whose exp, sin and tanh of float32 are less precise.
     default_float, default_integer
         Names of the default dtypes.
     compiles
@@ -64,6 +66,7 @@ class Library:
     array: Callable[[np.ndarray, Any], Any]
     read: Callable[[Any], np.ndarray]
     host: bool = True
+    is_cuda: bool = False
     default_float: str = "float32"
     default_integer: str = "int64"
     compiles: bool = False
@@ -142,6 +145,7 @@ def _torch(device: str | None) -> Library:
         array,
         read,
         host=device_object.type == "cpu",
+        is_cuda=device_object.type == "cuda",
         generator=lambda seed: torch.Generator(device_object).manual_seed(seed),
         gaps={"unique_all": "PyTorch does not say where a value is first"},
         grad=grad,
@@ -169,6 +173,7 @@ def _jax(device: str | None) -> Library:
         array,
         lambda x: _widen(np.asarray(x)),
         host=(device or "cpu") == "cpu",
+        is_cuda=jax.devices(device)[0].platform == "gpu",
         default_float="float64" if x64 else "float32",
         default_integer="int64" if x64 else "int32",
         generator=jax.random.key,
@@ -327,6 +332,7 @@ def _cupy(device: str | None) -> Library:
         lambda x, dtype: xp.asarray(x.astype(dtype)),
         lambda x: _widen(xp.asnumpy(x)),
         host=False,
+        is_cuda=True,
         default_float="float64",
     )
 

@@ -190,7 +190,7 @@ class Bench:
             # NumPy rounds exp and sin correctly in float32, but not in float64.
             scale *= 4 if transcendental else 1
             precise_inputs = [_cast_floats(_as_float32(x), np.float64) for x in exact]
-        elif low_precision is None and transcendental and not self.lib.host:
+        elif low_precision is None and transcendental and self.lib.is_cuda:
             # In float32, exp, sin and tanh of CUDA are off by up to two units in the last place, and NumPy's
             # by half a unit.
             scale = 2.0

@@ -75,7 +75,7 @@ def _part_size(call: LinearCrossEntropyCall) -> int:
         tokens = call.max_logits // classes
     parts = -(-total // max(1, tokens))
     size = -(-total // parts)
-    # Products with other sizes are slower. A limit of the caller is never exceeded.
+    # Products with other sizes are slower. Only a part of one token may exceed the caller's limit.
     aligned = size + -size % 8
     return size if call.max_logits is not None and aligned > tokens else aligned
 

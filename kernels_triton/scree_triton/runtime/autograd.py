@@ -98,6 +98,6 @@ def differentiable(
     def run(*args: Any) -> Any:
         return apply(*args) if is_transformed() else apply_in_c(*args)
 
-    # Callers whose host time matters call these and save one Python function per call.
-    run.function, run.apply, run.apply_in_c = function, apply, apply_in_c  # type: ignore[attr-defined]
+    # Callers whose host time matters call this and save one Python function per call.
+    run.function, run.apply_in_c = function, apply_in_c  # type: ignore[attr-defined]
     return run

@@ -94,8 +94,9 @@ class Backend:
         the offsets runs the caller's work at present. Data derived on one stream is not used on
         another. None where the library has no streams, or the device has none.
     raw_stream
-        ``raw_stream(offsets)`` returns a function that returns 0 if the default stream is the current
-        one, in less time than the function of `stream_key`; None where that is None.
+        ``raw_stream(offsets)`` returns a function that returns 0 if the current stream is the default
+        stream. It takes less time than the function of `stream_key`. None where `stream_key` returns
+        None.
     untraced
         ``untraced(offsets)`` is the context in which data derived from offsets is computed. The
         data is kept as long as the offsets, so it must not belong to a trace unless the offsets do.

@@ -173,8 +173,8 @@ class Operation:
     ) -> list[call_cache.Entry]:
         """Return the entries of the call cache among which `run` would look for a call.
 
-        The caller has inspected the arguments, so this takes a third of the time. It uses the first
-        entry that has the `kernels` of the operation and whose `guard` accepts the dense arrays.
+        The caller has inspected the arguments, so this takes a third of the time. The caller uses the
+        first entry that has the `kernels` of the operation and whose `guard` accepts the dense arrays.
         `Entry.run` may raise `KernelUnavailableError`; then `run` selects another kernel.
 
         Parameters
