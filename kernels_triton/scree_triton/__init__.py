@@ -99,6 +99,7 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
     import torch
 
     from scree import register_kernel
+    from scree.backends import backend
 
     from .runtime.device import rejects_device
     from .runtime.fallback import fallback_note
@@ -113,6 +114,8 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
             return reason
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return "the Triton kernels run under no transform of torch.func, such as vmap"
+        if backend(x).is_forward_mode():
+            return "the Triton kernels compute no tangents, so forward mode needs the standard path"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
     def note(call: Any) -> str | None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernels_reference import OPERATIONS, Case, check, check_product, f16, f32, inputs, offsets, run
+from torch.autograd import forward_ad
 
 import scree
 from scree_triton.runtime.launch import INTERPRETED
@@ -250,10 +251,11 @@ def test_gradient_of_a_product(dtype, token, lengths, monkeypatch):
     check_product(lengths, token, dtype, DEVICE)
 
 
-@pytest.mark.parametrize(
+transformed_calls = pytest.mark.parametrize(
     "run",
     [
         lambda x, w: scree.softmax(x).values,
+        lambda x, w: scree.attention(*[x[:, :, None]] * 3, causal=True).values,
         lambda x, w: scree.rms_norm(x, w).values,
         lambda x, w: scree.rope(x).values,
         lambda x, w: scree.to_padded(x, length=4)[0],
@@ -265,8 +267,11 @@ def test_gradient_of_a_product(dtype, token, lengths, monkeypatch):
             x, x.with_values(torch.tensor([1, 0, 7, 4, 2], device=DEVICE))
         ),
     ],
-    ids=["softmax", "rms_norm", "rope", "pad", "sum", "gather", "cross_entropy"],
+    ids=["softmax", "attention", "rms_norm", "rope", "pad", "sum", "gather", "cross_entropy"],
 )
+
+
+@transformed_calls
 def test_transforms_of_torch_func_take_the_standard_path(run):
     rows, values, weights = (
         offsets((2, 0, 3), DEVICE),
@@ -287,6 +292,27 @@ def test_transforms_of_torch_func_take_the_standard_path(run):
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+@transformed_calls
+def test_forward_mode_loses_no_tangent(run):
+    rows, weight = offsets((2, 0, 3), DEVICE), torch.randn(8, device=DEVICE)
+    values, tangent = torch.randn(2, 5, 8, device=DEVICE)
+
+    def f(values):
+        return run(scree.from_offsets(values, rows), weight)
+
+    leaf = values.clone().requires_grad_()
+    f(values)  # prepares the kernels
+    out = f(leaf)
+    (slope,) = torch.autograd.grad(out.sum(), leaf)
+    with forward_ad.dual_level():
+        try:
+            dual = forward_ad.unpack_dual(f(forward_ad.make_dual(values, tangent)))
+        except NotImplementedError:  # a function of PyTorch's standard path that has no tangents
+            return
+    assert torch.allclose(dual.primal, out, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(dual.tangent.sum(), (slope * tangent).sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_one_long_row_says_nothing_of_the_others():

@@ -89,6 +89,8 @@ class Backend:
     count_dispatch_modes
         ``count_dispatch_modes()`` returns how many dispatch modes of the library must see every
         operator.
+    is_forward_mode
+        ``is_forward_mode()`` returns whether arrays may have tangents, which a kernel would drop.
     stream_key
         ``stream_key(offsets)`` returns a function that identifies the stream on which the device of
         the offsets runs the caller's work at present. Data derived on one stream is not used on
@@ -147,6 +149,7 @@ class Backend:
     is_compiling: Callable[[], bool] = _never
     is_traced: Callable[[], bool] = _never
     count_dispatch_modes: Callable[[], int] = _never
+    is_forward_mode: Callable[[], bool] = _never
     stream_key: Callable[[Any], Callable[[], Hashable] | None] | None = None
     raw_stream: Callable[[Any], Callable[[], int] | None] = _none
     untraced: Callable[[Any], AbstractContextManager[Any]] = nullcontext
@@ -165,11 +168,11 @@ class Backend:
         return f"Backend({self.name!r})"
 
     def intercepts_calls(self) -> bool:
-        """Return whether a compiler or a dispatch mode of the library must see every call.
+        """Return whether a compiler, a dispatch mode or forward mode must see every call.
 
         Then no prepared kernel runs, because it would call the device directly.
         """
-        return self.is_compiling() or self.count_dispatch_modes() > 0
+        return self.is_compiling() or self.count_dispatch_modes() > 0 or self.is_forward_mode()
 
     def from_host(self, host: np.ndarray, dtype: Any, device: Any) -> Any:
         """Return an array of the library on a device."""

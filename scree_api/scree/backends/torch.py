@@ -16,6 +16,7 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from . import UNREADABLE, Backend
@@ -221,6 +222,7 @@ BACKEND = Backend(
     is_compiling=torch.compiler.is_compiling,
     is_traced=torch.compiler.is_dynamo_compiling,
     count_dispatch_modes=torch._C._len_torch_dispatch_stack,
+    is_forward_mode=lambda: forward_ad._current_level >= 0,
     stream_key=_stream_key,
     raw_stream=_raw_stream,
     untraced=_untraced,

@@ -189,7 +189,7 @@ class Operation:
         """
         lib = layout.backend
         # `Backend.intercepts_calls`, in a third of the time.
-        if OBSERVERS or lib.is_traced() or lib.count_dispatch_modes():
+        if OBSERVERS or lib.is_traced() or lib.count_dispatch_modes() or lib.is_forward_mode():
             return []
         raw_stream = layout.raw_stream
         if second is not None:
