@@ -258,7 +258,7 @@ def _start_all_to_all(
 
 
 def _pack(arrays: list[torch.Tensor], plan: KeyPlan) -> torch.Tensor:
-    """Return the tokens that other ranks need, flat: per rank the runs of the first array, then the others."""
+    """Return the tokens that other ranks need, flat: per rank, the runs of each array in turn."""
     total = sum(length for runs in plan.sent for _, length in runs)
     flat = arrays[0].new_empty(_width([x.shape for x in arrays]) * total)
     *arrays, words = _in_words(*arrays, flat)
@@ -336,7 +336,7 @@ def _key_runs(
 def _runs(
     target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each run (start, length) of `target` with its tokens among the joined tokens `x`."""
+    """Yield each run (start, length) of `target` with its tokens among the joined tokens `x`."""
     parts = x.split_with_sizes([length for _, length in runs])
     for run, tokens in zip(runs, parts, strict=True):
         yield target.narrow(0, *run), tokens
