@@ -362,6 +362,7 @@ class _AttentionOfHeads(torch.autograd.Function):
         out, lse = parts.attend(own_q, own_k, own_v, True)
         ctx.save_for_backward(tokens, out, lse)
         ctx.runs, ctx.parts, ctx.group, ctx.shapes = runs, parts, group, shapes
+        ctx.return_lse = return_lse
         ctx.set_materialize_grads(False)
         if not return_lse:
             return _swap_for_heads([out], runs, group)[0], None
@@ -373,11 +374,14 @@ class _AttentionOfHeads(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
         tokens, out, lse = ctx.saved_tensors
         runs, group = ctx.runs, ctx.group
+        count = sum(length for _, length in runs[group.rank])
         if dout is None:
-            count = sum(length for _, length in runs[group.rank])
             dout = out.new_zeros(count, group.size * out.shape[1], out.shape[2])
         dout = _swap_for_tokens([dout], runs, group).view(out.shape)
-        if dlse is not None:
+        if ctx.return_lse:
+            # The losses of other ranks may use the log-sum-exp, so all ranks exchange its gradient.
+            if dlse is None:
+                dlse = lse.new_zeros(count, group.size * lse.shape[1])
             dlse = _swap_for_tokens([dlse], runs, group)
         q, k, v = _split_heads(tokens, ctx.shapes)
         grads = ctx.parts.gradients(q, k, v, out, lse, dout, dlse, True)
