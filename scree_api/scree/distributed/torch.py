@@ -104,11 +104,13 @@ class Group:
 
         (own tokens, heads, dim) becomes (tokens, heads / size, dim).
         """
-        return _SwapHeads.apply(x, runs, self, True)
+        return _SwapForTokens.apply(x, runs, self)
 
-    def heads_of_all_ranks(self, x: torch.Tensor, runs: TokenRuns) -> torch.Tensor:
-        """Return all heads for this rank's tokens: the inverse of `tokens_of_all_ranks`."""
-        return _SwapHeads.apply(x, runs, self, False)
+    def heads_of_all_ranks(
+        self, arrays: list[torch.Tensor], runs: TokenRuns
+    ) -> tuple[torch.Tensor, ...]:
+        """Return all heads for this rank's tokens, per array: the inverse of `tokens_of_all_ranks`."""
+        return _SwapForHeads.apply(runs, self, *arrays)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -394,24 +396,40 @@ def _split_heads(x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.T
     return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class _SwapHeads(torch.autograd.Function):
-    """Exchange heads for tokens or back; the gradient is the opposite exchange."""
+class _SwapForTokens(torch.autograd.Function):
+    """Exchange heads for tokens."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, runs: TokenRuns, group: Group, for_tokens: bool
-    ) -> torch.Tensor:
-        ctx.arguments = runs, group, for_tokens
-        if not for_tokens:
-            return _swap_for_heads([x], runs, group)[0]
+    def forward(ctx: Any, x: torch.Tensor, runs: TokenRuns, group: Group) -> torch.Tensor:
+        ctx.arguments = runs, group
         tokens = _swap_for_tokens([x], runs, group)
         return tokens.view(-1, x.shape[1] // group.size, *x.shape[2:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        runs, group, for_tokens = ctx.arguments
-        return _SwapHeads.apply(grad, runs, group, not for_tokens), None, None, None
+        return _swap_for_heads([grad], *ctx.arguments)[0], None, None
+
+
+class _SwapForHeads(torch.autograd.Function):
+    """Exchange tokens for heads; all ranks exchange the gradients of all arrays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, runs: TokenRuns, group: Group, *arrays: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arguments = runs, group
+        return tuple(_swap_for_heads(arrays, runs, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        runs, group = ctx.arguments
+        tokens = [
+            _swap_for_tokens([x], runs, group).view(-1, x.shape[1] // group.size, *x.shape[2:])
+            for x in grads
+        ]
+        return None, None, *tokens
 
 
 def _swap_for_tokens(arrays: list[torch.Tensor], runs: TokenRuns, group: Group) -> torch.Tensor:
