@@ -64,8 +64,11 @@ def precompile_preamble_of_mlx() -> None:
         subprocess.run([compiler, *flags, str(include / MLX_PREAMBLE), "-o", str(new)], check=True)
         new.replace(compiled)
     program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec "{compiler}" "-I{cache}" "$@"\n')
-    program.chmod(0o755)
+    # Another run may execute the program at this time.
+    new = Path(f"{program}.{os.getpid()}")
+    new.write_text(f'#!/bin/sh\nexec "{compiler}" "-I{cache}" "$@"\n')
+    new.chmod(0o755)
+    new.replace(program)
     os.environ["PATH"] = os.pathsep.join([str(program.parent), os.environ["PATH"]])
 
 

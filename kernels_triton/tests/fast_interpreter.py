@@ -47,7 +47,7 @@ def _patch_language_once() -> None:
 
 
 def _skip_discarded_work() -> None:
-    """Leave out work of Triton's interpreter that has no result; it takes half of the run time.
+    """Leave out work of Triton's interpreter that has no result. It takes half of the remaining run time.
 
     Without debug mode, the interpreter computes whether a sum of integers overflows and discards the
     answer. For each type of NumPy that it looks up, it builds the table of all types.
@@ -67,7 +67,10 @@ def _skip_discarded_work() -> None:
 
 
 def _build_shapes_once() -> None:
-    """Let blocks of one shape share the objects that describe it, which take a third of the run time."""
+    """Let blocks of one shape share the objects that describe it.
+
+    They take a third of the remaining run time.
+    """
     types: dict[tuple[str, tuple[int, ...]], tuple[Any, int, str]] = {}
     tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
     initialize_type, initialize_tensor = tl.block_type.__init__, tl.tensor.__init__

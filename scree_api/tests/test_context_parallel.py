@@ -157,6 +157,34 @@ def check_heads(mesh: Any, size: int) -> None:
         assert cut.exchanges_heads(call) == (length > 64)
 
 
+def check_different_losses(group: Any, exchange: str, has_slopes: bool) -> None:
+    """The loss of the first rank uses the log-sum-exp only, other losses use the output only."""
+    lengths, is_first = np.asarray([37, 3]), dist.get_rank(group) == 0
+    size, total = dist.get_world_size(group), int(lengths.sum())
+    leaves = [random(i, total, size, 4) for i in range(3)]
+    tokens = shard(scree.from_lengths(torch.arange(total), lengths), group, exchange=exchange)
+    of_first = torch.zeros(total, 1, dtype=torch.float64)
+    of_first[tokens.values] = float(is_first)
+    dist.all_reduce(of_first, group=group)
+    slopes, grads = random(3, size).abs() if has_slopes else None, []
+    for is_shard in (False, True):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        arrays = [scree.from_lengths(x, lengths) for x in inputs]
+        if is_shard:
+            arrays = [shard(x, group, exchange=exchange) for x in arrays]
+        out, lse = scree.attention(*arrays, causal=True, alibi_slopes=slopes, return_lse=True)
+        if is_shard:
+            loss = lse.values.square().sum() if is_first else out.values.square().sum()
+        else:
+            squares = out.values.square().sum(2) * (1 - of_first)
+            loss = (squares + lse.values.square() * of_first).sum()
+        loss.backward()
+        grads.append([x.grad for x in inputs])
+    for expected, actual in zip(*grads, strict=True):
+        dist.all_reduce(actual, group=group)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
 def check_functions(mesh: Any, seed: int) -> None:
     lengths = make_lengths(seed)
     total = int(lengths.sum())
@@ -389,6 +417,8 @@ def work(rank: int, folder: Path) -> None:
             check_attention(group, ((0, 1, 6), (2, 9, 10), (4, 5, 7))[i])
             check_functions(group, (0, 5, 2)[i])
             check_heads(group, (4, 3, 2)[i])
+            for exchange in ("keys", "heads"):
+                check_different_losses(group, exchange, i == 1)
     if rank < 2:
         check_compile(groups[2])
     check_refusals(mesh)

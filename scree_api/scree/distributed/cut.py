@@ -12,7 +12,7 @@ from ..layout import SHARD_LAYOUTS, Layout
 from ..ops.attention import AttentionCall
 from ..ops.merge_attention import merge_attention
 from .exchange import HeadCounts, is_faster_by_heads
-from .operations import ShardOperations, map_results
+from .operations import ShardOperations
 from .pieces import (
     GroupPlan,
     KeyGroup,
@@ -251,11 +251,9 @@ class Cut(ShardOperations):
         heads = call.num_heads // group.size
         slopes = call.alibi_slopes[..., group.rank * heads : (group.rank + 1) * heads]
         result = operation.run({"q": q, "k": k, "v": v, "alibi_slopes": slopes}, options, kernel)
-
-        def to_shard(x: Array) -> Array:
-            return Array.from_layout(group.heads_of_all_ranks(x.values, runs), layout)
-
-        return map_results(to_shard, result)
+        results = [x.values for x in (result if call.return_lse else (result,))]
+        shards = [Array.from_layout(x, layout) for x in group.heads_of_all_ranks(results, runs)]
+        return tuple(shards) if call.return_lse else shards[0]
 
     def _key_plan(self, left: int | None, right: int | None) -> tuple[GroupPlan, list[QueryGroup]]:
         def make() -> tuple[GroupPlan, list[QueryGroup]]:

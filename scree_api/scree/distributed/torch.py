@@ -104,11 +104,13 @@ class Group:
 
         (own tokens, heads, dim) becomes (tokens, heads / size, dim).
         """
-        return _SwapHeads.apply(x, runs, self, True)
+        return _SwapForTokens.apply(x, runs, self)
 
-    def heads_of_all_ranks(self, x: torch.Tensor, runs: TokenRuns) -> torch.Tensor:
-        """Return all heads for this rank's tokens: the inverse of `tokens_of_all_ranks`."""
-        return _SwapHeads.apply(x, runs, self, False)
+    def heads_of_all_ranks(
+        self, arrays: list[torch.Tensor], runs: TokenRuns
+    ) -> tuple[torch.Tensor, ...]:
+        """Return all heads for this rank's tokens, per array: the inverse of `tokens_of_all_ranks`."""
+        return _SwapForHeads.apply(runs, self, *arrays)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -258,7 +260,7 @@ def _start_all_to_all(
 
 
 def _pack(arrays: list[torch.Tensor], plan: KeyPlan) -> torch.Tensor:
-    """Return the tokens that other ranks need, flat: per rank the runs of the first array, then the others."""
+    """Return the tokens that other ranks need, flat: per rank, the runs of each array in turn."""
     total = sum(length for runs in plan.sent for _, length in runs)
     flat = arrays[0].new_empty(_width([x.shape for x in arrays]) * total)
     *arrays, words = _in_words(*arrays, flat)
@@ -336,7 +338,7 @@ def _key_runs(
 def _runs(
     target: torch.Tensor, runs: list[tuple[int, int]], x: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each run (start, length) of `target` with its tokens among the joined tokens `x`."""
+    """Yield each run (start, length) of `target` with its tokens among the joined tokens `x`."""
     parts = x.split_with_sizes([length for _, length in runs])
     for run, tokens in zip(runs, parts, strict=True):
         yield target.narrow(0, *run), tokens
@@ -362,6 +364,7 @@ class _AttentionOfHeads(torch.autograd.Function):
         out, lse = parts.attend(own_q, own_k, own_v, True)
         ctx.save_for_backward(tokens, out, lse)
         ctx.runs, ctx.parts, ctx.group, ctx.shapes = runs, parts, group, shapes
+        ctx.return_lse = return_lse
         ctx.set_materialize_grads(False)
         if not return_lse:
             return _swap_for_heads([out], runs, group)[0], None
@@ -373,11 +376,14 @@ class _AttentionOfHeads(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
         tokens, out, lse = ctx.saved_tensors
         runs, group = ctx.runs, ctx.group
+        count = sum(length for _, length in runs[group.rank])
         if dout is None:
-            count = sum(length for _, length in runs[group.rank])
             dout = out.new_zeros(count, group.size * out.shape[1], out.shape[2])
         dout = _swap_for_tokens([dout], runs, group).view(out.shape)
-        if dlse is not None:
+        if ctx.return_lse:
+            # The losses of other ranks may use the log-sum-exp, so all ranks exchange its gradient.
+            if dlse is None:
+                dlse = lse.new_zeros(count, group.size * lse.shape[1])
             dlse = _swap_for_tokens([dlse], runs, group)
         q, k, v = _split_heads(tokens, ctx.shapes)
         grads = ctx.parts.gradients(q, k, v, out, lse, dout, dlse, True)
@@ -390,24 +396,40 @@ def _split_heads(x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.T
     return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class _SwapHeads(torch.autograd.Function):
-    """Exchange heads for tokens or back; the gradient is the opposite exchange."""
+class _SwapForTokens(torch.autograd.Function):
+    """Exchange heads for tokens."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, runs: TokenRuns, group: Group, for_tokens: bool
-    ) -> torch.Tensor:
-        ctx.arguments = runs, group, for_tokens
-        if not for_tokens:
-            return _swap_for_heads([x], runs, group)[0]
+    def forward(ctx: Any, x: torch.Tensor, runs: TokenRuns, group: Group) -> torch.Tensor:
+        ctx.arguments = runs, group
         tokens = _swap_for_tokens([x], runs, group)
         return tokens.view(-1, x.shape[1] // group.size, *x.shape[2:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        runs, group, for_tokens = ctx.arguments
-        return _SwapHeads.apply(grad, runs, group, not for_tokens), None, None, None
+        return _swap_for_heads([grad], *ctx.arguments)[0], None, None
+
+
+class _SwapForHeads(torch.autograd.Function):
+    """Exchange tokens for heads; all ranks exchange the gradients of all arrays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, runs: TokenRuns, group: Group, *arrays: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arguments = runs, group
+        return tuple(_swap_for_heads(arrays, runs, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        runs, group = ctx.arguments
+        tokens = [
+            _swap_for_tokens([x], runs, group).view(-1, x.shape[1] // group.size, *x.shape[2:])
+            for x in grads
+        ]
+        return None, None, *tokens
 
 
 def _swap_for_tokens(arrays: list[torch.Tensor], runs: TokenRuns, group: Group) -> torch.Tensor:
