@@ -181,7 +181,7 @@ def model(process: Worker, name: str) -> None:
     # One batch per process. One step of data parallel training takes all of them.
     data = _make_batches(process, name, world)
     ids, targets = data.ids, data.targets
-    own, cost = slice(rank, rank + 1), _training_cost(process)
+    share, cost = slice(rank, rank + 1), _training_cost(process)
     cut_ids, cut_targets = ([shard(x[0], process.mesh, cost=cost)] for x in (ids, targets))
     everything = "one device, all batches"
     _compare(
@@ -191,8 +191,8 @@ def model(process: Worker, name: str) -> None:
         [
             Mode("one device", ids[:1], targets[:1], 1),
             Mode(everything, ids, targets, world, is_timed=False),
-            Mode("data parallel, DDP", ids[own], targets[own], world, "DDP", everything),
-            Mode("data parallel, FSDP2", ids[own], targets[own], world, "FSDP2", everything),
+            Mode("data parallel, DDP", ids[share], targets[share], world, "DDP", everything),
+            Mode("data parallel, FSDP2", ids[share], targets[share], world, "FSDP2", everything),
             Mode("context parallel, DDP", cut_ids, cut_targets, 1, "DDP", "one device"),
             Mode("context parallel, FSDP2", cut_ids, cut_targets, 1, "FSDP2", "one device"),
         ],
@@ -210,7 +210,7 @@ def settings(process: Worker, name: str) -> None:
     single = [x for x in SETTINGS if process.job.device == "cuda" or x != needs_nccl]
     for count, wrappers in ((1, single), (2, ["DDP", "FSDP2"])):
         data = _make_batches(process, name, count * world)
-        own, everything = slice(count * rank, count * (rank + 1)), "one device, all batches"
+        share, everything = slice(count * rank, count * (rank + 1)), "one device, all batches"
         _compare(
             process,
             name if count == 1 else f"{name}, {count} batches per step",
@@ -221,8 +221,8 @@ def settings(process: Worker, name: str) -> None:
                 *(
                     Mode(
                         f"data parallel, {x}",
-                        data.ids[own],
-                        data.targets[own],
+                        data.ids[share],
+                        data.targets[share],
                         world,
                         x,
                         everything,
