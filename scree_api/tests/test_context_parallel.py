@@ -4,6 +4,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,20 @@ def check_fsdp() -> None:
         torch.testing.assert_close(x.grad.full_tensor(), expected.grad, msg=name)
 
 
+def check_missing_backward(rank: int, exchange: str) -> None:
+    """The first rank never calls `backward`; the others must raise within the time-out, not wait."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    ids = scree.from_lengths(torch.ones(64, 4, 4), [64])
+    x = shard(ids.with_values(ids.values.requires_grad_()), group, exchange=exchange)
+    loss = scree.attention(x, x, x, causal=True).values.sum()
+    start = time.monotonic()
+    if rank > 0:
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        assert time.monotonic() - start < TIMEOUT / 2, "the time-out of the group"
+    dist.barrier()
+
+
 def check_death(mesh: Any, rank: int) -> None:
     """End one process before the exchange of keys; the others must raise, not wait."""
     x = shard(scree.from_lengths(torch.ones(64, 1, 4), [64]), mesh)
@@ -425,6 +440,7 @@ def work(rank: int, folder: Path) -> None:
     check_checkpoint(mesh)
     for exchange in ("keys", "heads"):
         check_half_precision(mesh, exchange)
+        check_missing_backward(rank, exchange)
     check_fsdp()
     check_death(mesh, rank)
     (folder / f"done-{rank}").touch()
