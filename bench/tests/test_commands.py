@@ -609,8 +609,10 @@ def test_committed_overview_has_one_table_and_picture_per_question():
 
 
 def test_pictures_that_pages_name_exist():
-    names = {name for run in committed_runs() for name in plots.pictures(run)}
-    for page in DOCS.glob("*.md"):
+    runs = committed_runs()
+    names = {name for run in runs for name in plots.pictures(run)}
+    pages.overview(runs, "bench", lambda name, draw: names.add(name) or "")
+    for page in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")]:
         named = set(re.findall(r"<!-- picture: ([\w-]+) -->", page.read_text(encoding="utf-8")))
         assert named <= names, page
 
