@@ -613,7 +613,7 @@ def test_pictures_that_pages_name_exist():
     names = {name for run in runs for name in plots.pictures(run)}
     pages.overview(runs, "bench", lambda name, draw: names.add(name) or "")
     for page in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")]:
-        named = set(re.findall(r"<!-- picture: ([\w-]+) -->", page.read_text(encoding="utf-8")))
+        named = set(re.findall(r"<!-- picture: (\S+) -->", page.read_text(encoding="utf-8")))
         assert named <= names, page
 
 
