@@ -146,7 +146,7 @@ class Answer(NamedTuple):
 def overview(runs: Sequence[Result], folder: str, embed: Embed) -> str:
     """Return the overview in Markdown. The pages per machine are in `folder`."""
     parts = [INTRODUCTION, *_contents(runs, folder)]
-    for question in (attention, decode, kernels, training, shards, shards_training, cpu):
+    for question in (attention, decode, kernels, training, documents, shards, shards_training, cpu):
         answer = question(runs)
         if answer is not None:
             picture = embed(*answer.picture)
@@ -353,6 +353,53 @@ def training(runs: Sequence[Result]) -> Answer | None:
     title = f"{_short(chosen[0])}: a block and a training step, less is better, one scale each"
     picture = partial(_bars, groups=groups, kind="both_s", title=title)
     return Answer("Training", text, _table(header, lines), ("overview-training", picture), chosen)
+
+
+def documents(runs: Sequence[Result]) -> Answer | None:
+    """Compare training on documents of any length with other batches of the same documents."""
+    chosen = [r for r in runs if r.command == "train" and "gpu" in r.machine]
+    # Contenders of one case may come from several runs. Each has the fused loss that suits it.
+    cases: dict[str, tuple[Result, dict[str, Any], dict[str, Row]]] = {}
+    for r in chosen:
+        for row in (row for row in r.rows if "real_tokens" in row.values):
+            case = {k: x for k, x in row.case.items() if k != "loss"}
+            case |= {k: r.config[k] for k in ("recompute",) if r.config[k] != "nothing"}
+            key = repr((_short(r), case))
+            cases.setdefault(key, (r, case, {}))[2].setdefault(row.who, row)
+    lines, groups = [], {}
+    for r, case, rows in cases.values():
+        rate = {who: row.values["real_tokens"] for who, row in rows.items()}
+        best = max((x for who, x in rate.items() if who.startswith("scree")), default=0.0)
+        label = f"{case['size']}, {case['tokens']:,} tokens"
+        label += f", {case['recompute']} computed again" if "recompute" in case else ""
+        for who, row in sorted(rows.items(), key=lambda item: -rate[item[0]]):
+            values = row.values
+            lines.append([
+                _short(r), label, who, unit("real_tokens").show(rate[who]),
+                unit("mfu_share").show(values["mfu_share"]), unit("step_s").show(values["step_s"]),
+                unit("peak_bytes").show(values["peak_bytes"]) if "peak_bytes" in values else "",
+                "" if who.startswith("scree") or not best else ratio(1 / best, 1 / rate[who], who),
+            ])  # fmt: skip
+        if any(not who.startswith("scree") for who in rows):
+            groups[f"{label}, {_short(r)}"] = rate
+    if not groups:
+        return None
+    header = ["machine", "model and batch", "contender", "real tokens/s", "MFU", "step", "peak",
+              "time of scree / its time"]  # fmt: skip
+    text = (
+        "Whole steps of Llama-like models on real text, with float32 weights and products in "
+        "bfloat16. All contenders get the same documents. Padding does not count as tokens. "
+        "[Training on a GPU](training-speed.md) has the rules and the loss curves."
+    )
+    title = "Real tokens/s of a training step: more is better, one scale each"
+    picture = partial(_bars, groups=groups, kind="real_tokens", title=title)
+    return Answer(
+        "Training on documents",
+        text,
+        _table(header, lines),
+        ("overview-documents", picture),
+        chosen,
+    )
 
 
 def shards(runs: Sequence[Result]) -> Answer | None:
@@ -712,8 +759,9 @@ def command_line(result: Result) -> str:
     for name, x in result.config.items():
         if name not in parameters or x is None or str(x) == str(parameters[name].default):
             continue
-        declared = [y for x in get_args(hints[name])[1:] for y in getattr(x, "param_decls", ())]
-        option = declared[0] if declared else "--" + name.replace("_", "-")
+        # In an annotation, typer keeps the first name of an option as its default.
+        named = [str(getattr(y, "default", None)) for y in get_args(hints[name])[1:]]
+        option = next((y for y in named if y.startswith("--")), "--" + name.replace("_", "-"))
         if isinstance(x, bool):
             arguments.append(option if x else option.replace("--", "--no-", 1))
         else:

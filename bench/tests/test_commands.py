@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -606,6 +607,17 @@ def test_committed_overview_has_one_table_and_picture_per_question():
         assert "**" in section and re.search(r"\| 0\.\d\d", section), title
         assert "`scree-bench " in section and "numpy 2." in section, title
     assert "| / FA4 |" in sections["Attention"] and "fastest peer" in sections["Training"]
+
+
+def test_command_lines_of_committed_runs_have_options_of_the_command():
+    commands = typer.main.get_command(app).commands
+    for run in committed_runs():
+        program, name, *words = shlex.split(pages.command_line(run))
+        assert program == "scree-bench" and name == run.command
+        options = {x for p in commands[name].params for x in (*p.opts, *p.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= options, words
+    (run,) = [x for x in committed_runs() if x.part == "4 gpus settings 1.2b"]
+    assert "--parts '' --settings --size 1.2b" in pages.command_line(run)
 
 
 def test_pictures_that_pages_name_exist():
