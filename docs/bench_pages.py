@@ -36,7 +36,7 @@ RULES = """
 .bench code{word-break:break-word}
 """
 NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
-PLACEHOLDER = re.compile(r'<div class="chart" data-picture="([\w-]+)"></div>')
+PLACEHOLDER = re.compile(r'<div class="chart" data-picture="([^"]+)"></div>')
 
 
 @cache
@@ -123,7 +123,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         r"<!-- table: ([\w-]+) -->", lambda match: guide_tables()[match[1]].markdown(), markdown
     )
     return re.sub(
-        r"<!-- picture: ([\w-]+) -->", r'<div class="chart" data-picture="\1"></div>', markdown
+        r"<!-- picture: (\S+) -->", r'<div class="chart" data-picture="\1"></div>', markdown
     )
 
 

@@ -6,12 +6,13 @@ A page is Markdown. The caller decides what a picture becomes: a file, or a part
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import getdoc, signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from . import plots, results
 from .commands import MEASURING
@@ -145,7 +146,7 @@ class Answer(NamedTuple):
 def overview(runs: Sequence[Result], folder: str, embed: Embed) -> str:
     """Return the overview in Markdown. The pages per machine are in `folder`."""
     parts = [INTRODUCTION, *_contents(runs, folder)]
-    for question in (attention, decode, kernels, training, shards, shards_training, cpu):
+    for question in (attention, decode, kernels, training, documents, shards, shards_training, cpu):
         answer = question(runs)
         if answer is not None:
             picture = embed(*answer.picture)
@@ -354,6 +355,53 @@ def training(runs: Sequence[Result]) -> Answer | None:
     return Answer("Training", text, _table(header, lines), ("overview-training", picture), chosen)
 
 
+def documents(runs: Sequence[Result]) -> Answer | None:
+    """Compare training on documents of any length with other batches of the same documents."""
+    chosen = [r for r in runs if r.command == "train" and "gpu" in r.machine]
+    # Contenders of one case may come from several runs. Each has the fused loss that suits it.
+    cases: dict[str, tuple[Result, dict[str, Any], dict[str, Row]]] = {}
+    for r in chosen:
+        for row in (row for row in r.rows if "real_tokens" in row.values):
+            case = {k: x for k, x in row.case.items() if k != "loss"}
+            case |= {k: r.config[k] for k in ("recompute",) if r.config[k] != "nothing"}
+            key = repr((_short(r), case))
+            cases.setdefault(key, (r, case, {}))[2].setdefault(row.who, row)
+    lines, groups = [], {}
+    for r, case, rows in cases.values():
+        rate = {who: row.values["real_tokens"] for who, row in rows.items()}
+        best = max((x for who, x in rate.items() if who.startswith("scree")), default=0.0)
+        label = f"{case['size']}, {case['tokens']:,} tokens"
+        label += f", {case['recompute']} computed again" if "recompute" in case else ""
+        for who, row in sorted(rows.items(), key=lambda item: -rate[item[0]]):
+            values = row.values
+            lines.append([
+                _short(r), label, who, unit("real_tokens").show(rate[who]),
+                unit("mfu_share").show(values["mfu_share"]), unit("step_s").show(values["step_s"]),
+                unit("peak_bytes").show(values["peak_bytes"]) if "peak_bytes" in values else "",
+                "" if who.startswith("scree") or not best else ratio(1 / best, 1 / rate[who], who),
+            ])  # fmt: skip
+        if any(not who.startswith("scree") for who in rows):
+            groups[f"{label}, {_short(r)}"] = rate
+    if not groups:
+        return None
+    header = ["machine", "model and batch", "contender", "real tokens/s", "MFU", "step", "peak",
+              "time of scree / its time"]  # fmt: skip
+    text = (
+        "Whole steps of Llama-like models on real text, with float32 weights and products in "
+        "bfloat16. All contenders get the same documents. Padding does not count as tokens. "
+        "[Training on a GPU](training-speed.md) has the rules and the loss curves."
+    )
+    title = "Real tokens/s of a training step: more is better, one scale each"
+    picture = partial(_bars, groups=groups, kind="real_tokens", title=title)
+    return Answer(
+        "Training on documents",
+        text,
+        _table(header, lines),
+        ("overview-documents", picture),
+        chosen,
+    )
+
+
 def shards(runs: Sequence[Result]) -> Answer | None:
     """Compare attention over several GPUs with one GPU."""
     chosen = [r for r in runs if r.command == "shards" and "gpu" in r.machine]
@@ -361,8 +409,8 @@ def shards(runs: Sequence[Result]) -> Answer | None:
     if not table.lines:
         return None
     groups: dict[str, dict[str, float]] = {}
-    for _, case, rows in _shard_cases(chosen):
-        label = f"{case['processes']} GPUs"
+    for r, case, rows in _shard_cases(chosen):
+        label = f"{case['processes']} {_short(r)}"
         groups.setdefault(case["batch"], {})[label] = rows["scree"].values[_EFFICIENCY]
     text = (
         "Forward and backward of causal attention with 32 and 8 heads of 128. The efficiency is the "
@@ -433,11 +481,13 @@ def shards_training(runs: Sequence[Result]) -> Answer | None:
     if not table.lines:
         return None
     groups: dict[str, dict[str, float]] = {}
-    for row in (row for r in chosen for row in r.rows if "model" in row.case):
-        if "efficiency_share" in row.values:
-            label = f"{row.case['model']}, {row.case['batch']}, {row.case['processes']} GPUs"
-            mode = row.who.removeprefix("scree, ")
-            mode = "context x data, FSDP2" if " x " in mode else mode
+    rows = [(r, x) for r in chosen for x in r.rows if "efficiency_share" in x.values]
+    for r, row in sorted(rows, key=lambda entry: _shards_training_order(entry[1])):
+        mode = row.who.removeprefix("scree, ")
+        mode = "context x data, FSDP2" if " x " in mode else mode
+        if not _has_setting(row):
+            case = row.case
+            label = f"{case['model']}, {case['batch']}, {case['processes']} {_short(r)}"
             groups.setdefault(label, {})[mode] = row.values["efficiency_share"]
     text = (
         "Data parallel training has one batch per GPU. Context parallel training cuts one batch "
@@ -450,6 +500,16 @@ def shards_training(runs: Sequence[Result]) -> Answer | None:
     )
 
 
+def _has_setting(row: Row) -> bool:
+    """Return whether DDP or FSDP2 has another setting than its default."""
+    return row.who.startswith("scree, data parallel") and row.who.count(",") > 2
+
+
+def _shards_training_order(row: Row) -> tuple[Any, ...]:
+    """Return the key that sorts results of training over several GPUs."""
+    return row.case["model"], -row.case["rows"], row.case["processes"]
+
+
 def shards_training_table(runs: Sequence[Result]) -> results.Table:
     """Return the speed of training over several GPUs: one line per model, batch and mode."""
     keyed = []
@@ -459,12 +519,11 @@ def shards_training_table(runs: Sequence[Result]) -> results.Table:
             case, values = row.case, row.values
             key, rate = f"{case['model']}, {case['batch']}", values["step_tokens"]
             base.setdefault(key, rate)  # the first row has one device
-            if "efficiency_share" not in values:
+            if "efficiency_share" not in values or _has_setting(row):
                 continue
             show, memory = unit("step_tokens").show, values.get("memory_bytes")
-            order = case["model"], -case["rows"], case["processes"]
-            keyed.append((order, [
-                _short(r), case["model"], f"{case['rows']} documents" if case["rows"] > 1 else case["batch"],
+            keyed.append((_shards_training_order(row), [
+                _short(r), case["model"], case["batch"].replace("packed", f"{case['rows']} documents"),
                 str(case["processes"]), row.who.removeprefix("scree, "), show(base[key]), show(rate),
                 f"{rate / base[key]:.2f}", unit("efficiency_share").show(values["efficiency_share"]),
                 unit("memory_bytes").show(memory) if memory else "",
@@ -473,6 +532,27 @@ def shards_training_table(runs: Sequence[Result]) -> results.Table:
     lines = [line for _, line in sorted(keyed, key=lambda entry: entry[0])]
     header = ["machine", "model", "batch", "GPUs", "mode", "one GPU", "all GPUs", "over one GPU",
               "efficiency", "memory per GPU", "difference of losses"]  # fmt: skip
+    return _table(header, lines)
+
+
+def shards_settings_table(runs: Sequence[Result]) -> results.Table:
+    """Return the speed and the memory of data parallel training: one line per setting."""
+    lines = []
+    for r in runs:
+        if not r.config.get("settings"):
+            continue
+        for row in (row for row in r.rows if "memory_bytes" in row.values):
+            case, values = row.case, row.values
+            devices = case["processes"] if "efficiency_share" in values else 1
+            batches = re.search(r"(\d+) batches per step", case["batch"])
+            lines.append([
+                f"{devices} {_short(r)}", case["model"], batches[1] if batches else "1",
+                re.sub("^scree, (data parallel, )?", "", row.who), unit("step_s").show(values["step_s"]),
+                *(unit(name).show(values[name]) if name in values else "" for name in
+                  ("efficiency_share", "memory_bytes", "loss_error")),
+            ])  # fmt: skip
+    header = ["GPUs", "model", "batches per GPU and step", "setting", "step", "efficiency",
+              "memory per GPU", "difference of losses"]  # fmt: skip
     return _table(header, lines)
 
 
@@ -494,6 +574,7 @@ def guide_tables(runs: Sequence[Result]) -> dict[str, results.Table]:
     return {
         "shards-attention": shards_attention_table(chosen),
         "shards-training": shards_training_table(chosen),
+        "shards-settings": shards_settings_table(chosen),
         "shards-balance": shards_balance_table(chosen),
     }
 
@@ -672,21 +753,20 @@ def _versions(result: Result) -> str:
 
 def command_line(result: Result) -> str:
     """Return the command line of a run, with the options that differ from their defaults."""
-    parameters = signature(
-        import_module(f"scree_bench.commands.{result.command}").command
-    ).parameters
-    arguments = [f"scree-bench {result.command}"]
+    command = import_module(f"scree_bench.commands.{result.command}").command
+    parameters, hints = signature(command).parameters, get_type_hints(command, include_extras=True)
+    arguments = ["scree-bench", result.command]
     for name, x in result.config.items():
-        if name in parameters and x not in (None, "") and str(x) != str(parameters[name].default):
-            option = name.replace("_", "-")
-            arguments.append(
-                f"--{option}"
-                if x is True
-                else f"--no-{option}"
-                if x is False
-                else f"--{option} {x}"
-            )
-    return " ".join(arguments)
+        if name not in parameters or x is None or str(x) == str(parameters[name].default):
+            continue
+        # In an annotation, typer keeps the first name of an option as its default.
+        named = [str(getattr(y, "default", None)) for y in get_args(hints[name])[1:]]
+        option = next((y for y in named if y.startswith("--")), "--" + name.replace("_", "-"))
+        if isinstance(x, bool):
+            arguments.append(option if x else option.replace("--", "--no-", 1))
+        else:
+            arguments += [option, str(x)]
+    return shlex.join(arguments)
 
 
 def _summary(command: str) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -608,10 +609,23 @@ def test_committed_overview_has_one_table_and_picture_per_question():
     assert "| / FA4 |" in sections["Attention"] and "fastest peer" in sections["Training"]
 
 
+def test_command_lines_of_committed_runs_have_options_of_the_command():
+    commands = typer.main.get_command(app).commands
+    for run in committed_runs():
+        program, name, *words = shlex.split(pages.command_line(run))
+        assert program == "scree-bench" and name == run.command
+        options = {x for p in commands[name].params for x in (*p.opts, *p.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= options, words
+    (run,) = [x for x in committed_runs() if x.part == "4 gpus settings 1.2b"]
+    assert "--parts '' --settings --size 1.2b" in pages.command_line(run)
+
+
 def test_pictures_that_pages_name_exist():
-    names = {name for run in committed_runs() for name in plots.pictures(run)}
-    for page in DOCS.glob("*.md"):
-        named = set(re.findall(r"<!-- picture: ([\w-]+) -->", page.read_text(encoding="utf-8")))
+    runs = committed_runs()
+    names = {name for run in runs for name in plots.pictures(run)}
+    pages.overview(runs, "bench", lambda name, draw: names.add(name) or "")
+    for page in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")]:
+        named = set(re.findall(r"<!-- picture: (\S+) -->", page.read_text(encoding="utf-8")))
         assert named <= names, page
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import scree
 from scree.dispatch import call_cache, registry
 from scree.dispatch.operation import OPERATIONS
-from scree.layout import MAX_PAIR_CACHES
+from scree.layout import MAX_PAIR_CACHES, Layout
 from scree.ops.attention import AttentionCall
 
 
@@ -169,10 +169,19 @@ def test_prepared_kernel_does_not_run_under_a_dispatch_mode(
 
 
 def test_prepared_kernel_runs_only_on_its_stream(asked: list[Any]) -> None:
-    q, stream = rows([0, 2, 5]), 0
+    stream = 0
+
+    def current_stream(offsets: torch.Tensor) -> Callable[[], int]:
+        return lambda: stream
+
+    plain = rows([0, 2, 5])
+    with_streams = replace(
+        plain.layout.backend, stream_key=current_stream, raw_stream=current_stream
+    )
+    layout = Layout(with_streams, plain.offsets, plain.total_length)
+    q = scree.Array.from_layout(plain.values, layout)
     k, v = like(q), like(q)
-    q.layout._stream_key = q.layout.raw_stream = lambda: stream
-    for stream in (0, 7, 0, 7, 8, 0):  # noqa: B007 (the functions above return it)
+    for stream in (0, 7, 0, 7, 8, 0):  # noqa: B007 (current_stream returns it)
         scree.attention(q, k, v)
     assert len(asked) == 3
 

@@ -28,6 +28,21 @@ class KeyTileWork(NamedTuple):
     """The number of tiles."""
 
 
+def estimate_pairs(
+    num_rows: int, longest_q: float, longest_k: float, total_q: int, total_k: int, aligned: bool
+) -> float:
+    """Estimate the pairs of query and key of one head without a mask.
+
+    One row has the largest length, and the others are equal. With `aligned`, one row has the most
+    queries and the most keys; otherwise two rows have them.
+    """
+    num_others = max(num_rows - 1, 1)
+    other_q, other_k = (total_q - longest_q) / num_others, (total_k - longest_k) / num_others
+    if aligned or num_rows < 2:
+        return longest_q * longest_k + num_others * other_q * other_k
+    return longest_q * other_k + other_q * longest_k + (num_rows - 2) * other_q * other_k
+
+
 def estimate_work(
     num_rows: int,
     max_seqlen: int,
@@ -39,21 +54,13 @@ def estimate_work(
 ) -> KeyTileWork:
     """Estimate the work of tiles of `tile_size` keys from the metadata on the host.
 
-    One row has the largest length, and the others are equal. Where the largest length is unknown,
-    it is four times the mean. With `aligned`, one row has the most queries and the most keys;
-    otherwise two rows have them.
+    The rows are as in `estimate_pairs`. Where the largest length is unknown, it is four times the mean.
     """
-    num_others = max(num_rows - 1, 1)
-    longest_rows = [
+    longest_q, longest_k = (
         min(total, 4 * total / max(num_rows, 1) if max_seqlen >= UNBOUNDED else max_seqlen)
         for total in (total_q, total_k)
-    ]
-    longest_q, longest_k = longest_rows
-    other_q, other_k = (total_q - longest_q) / num_others, (total_k - longest_k) / num_others
-    if aligned or num_rows < 2:
-        pairs = longest_q * longest_k + num_others * other_q * other_k
-    else:
-        pairs = longest_q * other_k + other_q * longest_k + (num_rows - 2) * other_q * other_k
+    )
+    pairs = estimate_pairs(num_rows, longest_q, longest_k, total_q, total_k, aligned)
     window_left, window_right, *_ = spec
     if min(window_left, window_right) < UNBOUNDED:
         # A causal mask leaves about half of the pairs.

@@ -13,6 +13,7 @@ import triton
 
 from ..runtime.device import device_info
 from .base_config import LaunchConfig
+from .dkdv_splits import estimate_pairs
 from .metadata import (
     OTHER_ROWS,
     SHORT_ROWS,
@@ -187,16 +188,11 @@ def _has_long_tiles(
 ) -> bool:
     """Return whether one large tile takes longer than the work per SM of small tiles.
 
-    One row has the largest length, and the others are equal. With `aligned`, one row has the most
-    queries and the most keys; otherwise two rows have them.
+    The rows are as in `estimate_pairs`.
     """
     longest_q, longest_k = min(layout.max_seqlen, total_q), min(layout.max_seqlen, total_k)
-    num_others = max(layout.cu_seqlens_q.shape[0] - 2, 1)
-    other_q, other_k = (total_q - longest_q) / num_others, (total_k - longest_k) / num_others
-    if aligned:
-        pairs = longest_q * longest_k + num_others * other_q * other_k
-    else:
-        pairs = longest_q * other_k + other_q * longest_k + (num_others - 1) * other_q * other_k
+    num_rows = layout.cu_seqlens_q.shape[0] - 1
+    pairs = estimate_pairs(num_rows, longest_q, longest_k, total_q, total_k, aligned)
     if min(spec.window_left, spec.window_right) < UNBOUNDED:
         # A causal mask leaves about half of the pairs.
         reach = max(spec.window_left, 0) + max(spec.window_right, 0) + 1
