@@ -94,7 +94,7 @@ def lookup(
     if layout is None:
         return None, values
     lib = layout.backend
-    if lib.make_guard is None or lib.intercepts_calls():
+    if lib.make_guard is None or lib.is_compiling() or lib.intercepts_calls():
         return None, values
     cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
     settings = (*options.values(),)

@@ -330,15 +330,15 @@ def attention(
         and (kernel is None or type(kernel) is str)
     ):
         key = "attention", causal, window, scale, softcap, deterministic, return_lse, kernel
-        for entry in _attention.recall(layout, key):
-            values = q.values, k.values, v.values
-            if entry.kernels is _attention.kernels and entry.guard(*values):
-                try:
-                    if entry.run_dense is not None:
-                        return _from_layout(entry.run_dense(*values), layout)
-                    return entry.run(q=q, k=k, v=v, alibi_slopes=None)
-                except KernelUnavailableError:
-                    break  # `_attention.run` below selects another function or kernel
+        values = q.values, k.values, v.values
+        entry = _attention.recall(values, layout, key)
+        if entry is not None:
+            try:
+                if entry.run_dense is not None:
+                    return _from_layout(entry.run_dense(*values), layout)
+                return entry.run(q=q, k=k, v=v, alibi_slopes=None)
+            except KernelUnavailableError:
+                pass  # `_attention.run` below selects another function or kernel
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
     options: dict[str, Any] = {
         "causal": causal,
