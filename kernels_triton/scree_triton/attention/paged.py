@@ -891,7 +891,7 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
 
         prepared[key] = run
         # Calls of which nothing but the dense arrays can differ, and in which no address matters.
-        if not (spec.return_lse or has_slopes or has_scales or is_float32 or has_8_bits):
+        if not (has_slopes or has_scales or is_float32 or has_8_bits):
             attend.run_dense = None if config.has_prefill else run  # type: ignore[attr-defined]
         return run
 

@@ -233,7 +233,11 @@ def paged_attention(
             if entry is not None:
                 try:
                     if entry.run_dense is not None:
-                        return _from_layout(entry.run_dense(*values), q.layout)
+                        out = entry.run_dense(*values)
+                        if not return_lse:
+                            return _from_layout(out, q.layout)
+                        out, lse = out
+                        return _from_layout(out, q.layout), _from_layout(lse, q.layout)
                     return entry.run(
                         q=q,
                         k_pages=k_pages,
