@@ -132,6 +132,56 @@ def test_paged_attention_strided_pages_at_any_address(starts):
         check(got, queries, *rows, torch.float32, {})
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_cached_decoding_with_arrays_at_any_address(is_dense, return_lse):
+    """A cached call that only decodes runs on its dense arrays, with caches at any address."""
+    caches, table, lengths, rows = make_cache((40, 40), 16, 2, (16, 16), torch.float16)
+    q, queries = make_queries((1, 1), 4, 16, torch.float16)
+    wanted = [np.concatenate(x) for x in zip(*(expected(*row) for row in zip(queries, *rows)))]
+    for start in (0, 1, 0, 1):
+        moved = [torch.cat([x.flatten()[:start], x.flatten()]) for x in (*caches, table.values)]
+        k_pages, v_pages, numbers = (
+            x[start:].view_as(y) for x, y in zip(moved, (*caches, table.values))
+        )
+        pages = numbers.view(2, -1) if is_dense else table.with_values(numbers)
+        options = dict(return_lse=return_lse, kernel="triton")
+        got = scree.paged_attention(q, k_pages, v_pages, pages, lengths, **options)
+        for x, y in zip(got if return_lse else (got,), wanted):
+            out = x.values.double().cpu().numpy()
+            np.testing.assert_allclose(out, y, atol=TOLERANCES[torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "q_lengths", "return_lse", "has_run_dense"),
+    [
+        (torch.float16, (1, 1), False, True),
+        (torch.float16, (1, 1), True, True),
+        (torch.float16, (1, 40), False, False),
+        (torch.float32, (1, 1), False, False),
+    ],
+)
+def test_run_dense_serves_calls_in_which_only_dense_arrays_differ(
+    dtype, q_lengths, return_lse, has_run_dense
+):
+    """The precision of float32 products, and the address of caches in prefill, can differ too."""
+    caches, table, lengths, _ = make_cache((40, 40), 16, 2, (16, 16), dtype)
+    q, _ = make_queries(q_lengths, 4, 16, dtype)
+    attend = paged.prepare_paged_attention(
+        PagedAttentionCall(q, *caches, table, lengths, return_lse=return_lse)
+    )
+    result = attend(q, *caches, table, lengths, None, None, None)
+    run_dense = getattr(attend, "run_dense", None)
+    assert (run_dense is not None) == has_run_dense
+    if run_dense is not None:
+        results = run_dense(q.values, *caches, table.values, lengths), result
+        if return_lse:
+            pairs = zip(*results)
+        else:
+            pairs = [results]
+        assert all(torch.equal(dense, ragged.values) for dense, ragged in pairs)
+
+
 def test_lengths_of_many_rows_are_read_in_parts(monkeypatch):
     monkeypatch.setattr(paged, "_ROWS_AT_A_TIME", (16,))
     test_paged_attention("some rows", torch.float32)

@@ -475,10 +475,11 @@ def prepare_append_paged(call: Any) -> Callable[..., Any]:
         cos: torch.Tensor | None = None,
         sin: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
-        if isinstance(page_table, torch.Tensor):
-            pages, page_offsets = page_table, None
-        else:
+        # An instance check of another type takes longer.
+        if isinstance(page_table, scree.Array):
             pages, page_offsets = page_table.values, page_table.offsets
+        else:
+            pages, page_offsets = page_table, None
         q_values, offsets = None if q is None else q.values, k.offsets
         indices = pages, page_offsets, kv_lengths, offsets, inv_freq, cos, sin
         arrays = k_pages, v_pages, k.values, v.values, q_values, *indices

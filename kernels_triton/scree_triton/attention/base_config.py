@@ -211,6 +211,7 @@ class LaunchConfig:
         )
         new_stats = partial(self.empty, *contiguous((2, self.heads, total_q)), torch.float32)
         launches: dict[Any, Callable[..., None]] = {}
+        contiguous_launch: Callable[..., None] | None = None
 
         def copy_or_prepare(dout, dlse):
             """Return a gradient that the kernels can read, and its launch."""
@@ -224,11 +225,15 @@ class LaunchConfig:
             return dout, launches[key]
 
         def run(q, k, v, slopes, out, lse, dout, dlse, seed=None):
+            nonlocal contiguous_launch
             if dout is None:
                 dout = torch.zeros_like(out)
-            key = dout.stride(), None if dlse is None else dlse.stride(), dout.data_ptr() & 15
-            launch = launches.get(key)
-            if launch is None:
+            # Nearly all gradients. The key of the other launches takes 0.3 us of host time.
+            if dlse is None and dout.is_contiguous() and not dout.data_ptr() & 15:
+                if contiguous_launch is None:
+                    contiguous_launch = prepare(contiguous(dout.shape)[1], None)
+                launch = contiguous_launch
+            else:
                 dout, launch = copy_or_prepare(dout, dlse)
             dq, dk, dv, stats = new_dq(), new_dk(), new_dv(), new_stats()
             count = next_counter()

@@ -185,7 +185,12 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         total_q, total_k = values[0].shape[0], values[1].shape[0]
         forward = config.prepare_forward(layout, total_q, total_k, spec)
         backward = _prepare_backward(config, layout, total_q, total_k, spec) if needs_grad else None
-        prepared[key] = forward, (forward, backward, None, None, return_lse)
+        constants = forward, backward, None, None, return_lse
+        prepared[key] = forward, constants
+        # Aligned calls of which nothing but the dense arrays can differ. Without gradients the recorded
+        # function gives the same result.
+        if key is True and needs_grad and not return_lse:
+            run_prepared.run_dense = partial(_apply_in_c, constants)  # type: ignore[attr-defined]
         return prepared[key]
 
     def run_prepared(
@@ -209,7 +214,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
             if needs_grad and _is_grad_enabled():
                 # No transform of `torch.func` is active: `rejects` and the guards of the call cache
                 # reject such calls.
-                out = _apply_in_c(q_values, k_values, v_values, constants)
+                out = _apply_in_c(constants, q_values, k_values, v_values)
                 if not return_lse:
                     return _from_layout(out, layout)
                 out, lse = out
@@ -302,7 +307,7 @@ def attention(
     if needs_gradient(q, k, v):
         backward = _prepare_backward(config, layout, q.shape[0], k.shape[0], spec)
         constants = forward, backward, alibi_slopes, seed, True
-        out, lse = _differentiable_attention(q, k, v, constants)
+        out, lse = _differentiable_attention(constants, q, k, v)
     else:
         out, lse = forward(q, k, v, alibi_slopes, seed)
     return out, lse.t()
@@ -475,7 +480,7 @@ def _prepare_backward(
     return run, partial(_other_backward, config, rows, spec)
 
 
-def _record_attention(ctx, q, k, v, constants):
+def _record_attention(ctx, constants, q, k, v):
     # The constants are one tuple, because every argument of an autograd function costs time.
     run, ctx.functions, slopes, seed, return_lse = constants
     out, lse = run(q, k, v, slopes, seed)
@@ -504,7 +509,7 @@ def _attention_gradient(ctx, dout, dlse=None):
     except KernelUnavailableError as error:
         args = q, k, v, slopes, out, lse, dout, dlse, seed
         dq, dk, dv = run_standard(other, args, error, __name__)
-    return dq, dk, dv, None
+    return None, dq, dk, dv
 
 
 _gradient_without_derivative = torch.autograd.function.once_differentiable(_attention_gradient)

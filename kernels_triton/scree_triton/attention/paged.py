@@ -489,11 +489,11 @@ class _LaunchConfig:
         pages: torch.Tensor,
         page_offsets: torch.Tensor | None,
         q_offsets: torch.Tensor,
-    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    ) -> Callable[..., Any]:
         """Return a function for calls on these rows, with arrays of these sizes and strides.
 
         It takes q, k, v, pages, kv_lengths, slopes, k_scale and v_scale. It returns the output
-        (total, heads, head_dim_v) and the log-sum-exp (total, heads) or None.
+        (total, heads, head_dim_v), with `Spec.return_lse` also the log-sum-exp (total, heads).
         """
         n, q_offsets = q_offsets.shape[0] - 1, q_offsets.contiguous()
         shape, spec, new, slots = self.shape, self.spec, self.new, self.slots
@@ -598,7 +598,7 @@ class _LaunchConfig:
             capacity=capacity,
             **combined,
         )
-        is_sm90 = self.sm90_tile is not None
+        is_sm90, is_ragged = self.sm90_tile is not None, page_offsets is not None
         launch_decode = bind_launches(_PARAMETERS, decode, combine)
         launch_prefill = bind_launches(
             _PARAMETERS, *((prefill, combine_prefill) if prefill_size else (prefill,))
@@ -610,24 +610,26 @@ class _LaunchConfig:
             v: torch.Tensor,
             pages: torch.Tensor,
             kv_lengths: torch.Tensor,
-            slopes: torch.Tensor | None,
-            k_scale: torch.Tensor | None,
-            v_scale: torch.Tensor | None,
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            slopes: torch.Tensor | None = None,
+            k_scale: torch.Tensor | None = None,
+            v_scale: torch.Tensor | None = None,
+        ) -> Any:
             out = new(*out_spec)
             lse = new(*lse_spec) if return_lse else None
-            if not (n and total):
-                return out, lse
-            others = slopes, k_scale, v_scale
-            partial = new(*partial_spec)
-            if prefill_programs:
-                # Without parts, the kernels use no pointer. The kernel for Hopper needs its type.
-                cut = partial if is_sm90 else q
-                if prefill_size:
-                    cut = new((prefill_size,), (1,), torch.float32)
-                launch_prefill(q, k, v, pages, kv_lengths, out, lse, cut, *others)
-            launch_decode(q, k, v, pages, kv_lengths, out, lse, partial, *others)
-            return out, lse
+            if n and total:
+                # The least aligned pointer selects the variant of a kernel.
+                if is_ragged and pages.data_ptr() % 16:
+                    pages = pages.clone()
+                others = slopes, k_scale, v_scale
+                partial = new(*partial_spec)
+                if prefill_programs:
+                    # Without parts, the kernels use no pointer. The kernel for Hopper needs its type.
+                    cut = partial if is_sm90 else q
+                    if prefill_size:
+                        cut = new((prefill_size,), (1,), torch.float32)
+                    launch_prefill(q, k, v, pages, kv_lengths, out, lse, cut, *others)
+                launch_decode(q, k, v, pages, kv_lengths, out, lse, partial, *others)
+            return (out, lse) if return_lse else out
 
         return on_device(self.index, run)
 
@@ -851,9 +853,8 @@ def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
             config = _select(*arrays, indices, has_slopes, False, max_length, n, options)
             prepared[is_tf32] = config.prepare(*arrays, offsets, offsets, offsets)
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
-        out, lse = prepared[is_tf32](*arrays, offsets, k.offsets.contiguous(), slopes, None, None)
-        out = q.from_layout(out, q.layout)
-        return out if lse is None else (out, q.from_layout(lse, q.layout))
+        result = prepared[is_tf32](*arrays, offsets, k.offsets.contiguous(), slopes)
+        return _as_ragged(result, q.layout)
 
     return attend
 
@@ -868,6 +869,7 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
     prepared: dict[tuple[bool, int], Callable[..., Any]] = {}
     max_length, n = call.q.layout.max_length_bound, call.q.batch_size
     is_float32 = dtype == torch.float32
+    has_8_bits = 1 in (call.k_pages.itemsize, call.v_pages.itemsize)
 
     # The functions below are cached, so they must not hold the arrays of the first call.
     def prepare(
@@ -888,6 +890,9 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
                 return launch(q, k, v, *_make_contiguous(*others[:2]), *others[2:])
 
         prepared[key] = run
+        # Calls of which nothing but the dense arrays can differ, and in which no address matters.
+        if not (has_slopes or has_scales or is_float32 or has_8_bits):
+            attend.run_dense = None if config.has_prefill else run  # type: ignore[attr-defined]
         return run
 
     def attend(
@@ -905,25 +910,29 @@ def prepare_paged_attention(call: Any) -> Callable[..., Any]:
             k_scale, v_scale = _scales(k_scale, v_scale, values, kv_heads)
         else:
             k_scale = v_scale = None
-        if isinstance(page_table, torch.Tensor):
-            pages, page_offsets = page_table, None
-        else:
+        # An instance check of another type takes longer.
+        if isinstance(page_table, scree.Array):
             pages, page_offsets = page_table.values, page_table.offsets
-            # As in `_aligned`, without the host time of a function call. `run` copies pages with strides:
-            # whether it does so is cached, so it must depend on the strides alone.
-            if pages.data_ptr() % 16 and pages.is_contiguous():
-                pages = pages.clone()
+        else:
+            pages, page_offsets = page_table, None
         address = (k_pages.data_ptr() | v_pages.data_ptr()) & 15
         key = is_float32 and allows_tf32(dtype), address
         run = prepared.get(key) or prepare(
             q, (k_pages, v_pages), pages, page_offsets, kv_lengths, key
         )
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
-        out, lse = run(values, k_pages, v_pages, pages, kv_lengths, slopes, k_scale, v_scale)
-        out = _from_layout(out, layout)
-        return out if lse is None else (out, _from_layout(lse, layout))
+        result = run(values, k_pages, v_pages, pages, kv_lengths, slopes, k_scale, v_scale)
+        return _as_ragged(result, layout)
 
     return attend
+
+
+def _as_ragged(result: Any, layout: Any) -> Any:
+    """Return the result of `_LaunchConfig.prepare`'s function with ragged arrays."""
+    if isinstance(result, tuple):
+        out, lse = result
+        return _from_layout(out, layout), _from_layout(lse, layout)
+    return _from_layout(result, layout)
 
 
 def _make_contiguous(
@@ -933,12 +942,6 @@ def _make_contiguous(
     if pages.stride(-1) != 1:
         pages = pages.contiguous()
     return pages, kv_lengths.contiguous()
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return integers at a multiple of 16 bytes: the least aligned pointer selects the variant."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _as_float32(x: torch.Tensor) -> torch.Tensor:
@@ -1028,11 +1031,11 @@ def _run_operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     spec = Spec(left, right, scale, softcap, value_scale, split_size, return_lse)
     has_scales, n = k_scale is not None, q_offsets.shape[0] - 1
-    pages, indices = _aligned(pages), (pages, page_offsets, kv_lengths, q_offsets)
+    pages, indices = pages.contiguous(), (pages, page_offsets, kv_lengths, q_offsets)
     config = _select(q, k, v, indices, slopes is not None, has_scales, max_length, n, spec)
     run = config.prepare(q, k, v, pages, page_offsets, q_offsets)
-    out, lse = run(q, k, v, pages, kv_lengths.contiguous(), slopes, k_scale, v_scale)
-    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+    result = run(q, k, v, pages, kv_lengths.contiguous(), slopes, k_scale, v_scale)
+    return result if return_lse else (result, result.new_empty(0, dtype=torch.float32))
 
 
 def _fake(q, k, v, *arguments):

@@ -65,7 +65,7 @@ _alignment = partial(gcd, 16)
 _TRUNCATES = TRITON_VERSION > (3, 6)
 
 
-class UnalignedError(ValueError):
+class UnalignedError(KernelUnavailableError):
     """The tensor of a descriptor is not at a multiple of 16 bytes, so the launch did not happen."""
 
 

@@ -83,14 +83,13 @@ class Backend:
         ``is_compiling()`` returns whether a compiler traces the program, so that NumPy must not be
         used. It is always False where traced arrays have a type of their own: `peek` returns None
         for them.
-    is_traced
-        ``is_traced()`` returns whether a compiler traces the Python code of the caller. It takes less
-        time than `is_compiling`, which is also True where a compiler only follows the arrays.
-    count_dispatch_modes
-        ``count_dispatch_modes()`` returns how many dispatch modes of the library must see every
-        operator.
     is_forward_mode
         ``is_forward_mode()`` returns whether arrays may have tangents, which a kernel would drop.
+    intercepts_calls
+        ``intercepts_calls()`` returns whether forward mode, a dispatch mode, or a compiler that traces
+        the Python code of the caller must see every call. Then no prepared kernel runs, because it
+        would call the device directly. It takes less time than `is_compiling`, which is also True
+        where a compiler only follows the arrays.
     stream_key
         ``stream_key(offsets)`` returns a function that identifies the stream on which the device of
         the offsets runs the caller's work at present. Data derived on one stream is not used on
@@ -147,9 +146,8 @@ class Backend:
     uniform: Callable[[Any, tuple[int, ...], Any], Any] | None = None
     from_numpy: Callable[[np.ndarray, Any, Any], Any] | None = None
     is_compiling: Callable[[], bool] = _never
-    is_traced: Callable[[], bool] = _never
-    count_dispatch_modes: Callable[[], int] = _never
     is_forward_mode: Callable[[], bool] = _never
+    intercepts_calls: Callable[[], bool] = _never
     stream_key: Callable[[Any], Callable[[], Hashable] | None] | None = None
     raw_stream: Callable[[Any], Callable[[], int] | None] = _none
     untraced: Callable[[Any], AbstractContextManager[Any]] = nullcontext
@@ -166,13 +164,6 @@ class Backend:
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"
-
-    def intercepts_calls(self) -> bool:
-        """Return whether a compiler, a dispatch mode or forward mode must see every call.
-
-        Then no prepared kernel runs, because it would call the device directly.
-        """
-        return self.is_compiling() or self.count_dispatch_modes() > 0 or self.is_forward_mode()
 
     def from_host(self, host: np.ndarray, dtype: Any, device: Any) -> Any:
         """Return an array of the library on a device."""

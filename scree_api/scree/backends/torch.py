@@ -17,11 +17,13 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
 from . import UNREADABLE, Backend
 
 _PLAIN_TYPES = torch.Tensor, torch.nn.Parameter
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
 MAX_INLINE_BYTES = 1 << 16  # copies up to this size are part of the launch in CUDA
 
 
@@ -51,6 +53,11 @@ def _read(x: torch.Tensor) -> np.ndarray:
         host = x.detach().to("cpu", non_blocking=True).numpy()
         torch.cuda.current_stream(x.device).synchronize()
         return host.copy()
+
+
+def _intercepts_calls() -> bool:
+    # One function for all, because every function that a cached call runs takes host time.
+    return is_dynamo_compiling() or _count_dispatch_modes() > 0 or forward_ad._current_level >= 0
 
 
 def _row_ids(repeats: torch.Tensor, total: int) -> torch.Tensor:
@@ -220,9 +227,8 @@ BACKEND = Backend(
     checkpoint=_checkpoint,
     take_aligned=lambda x, axis, index: torch.gather(x, axis, index.to(torch.int64)),
     is_compiling=torch.compiler.is_compiling,
-    is_traced=torch.compiler.is_dynamo_compiling,
-    count_dispatch_modes=torch._C._len_torch_dispatch_stack,
     is_forward_mode=lambda: forward_ad._current_level >= 0,
+    intercepts_calls=_intercepts_calls,
     stream_key=_stream_key,
     raw_stream=_raw_stream,
     untraced=_untraced,

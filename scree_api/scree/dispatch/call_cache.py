@@ -33,14 +33,18 @@ class Entry:
         Checks whether arrays have the metadata of that call.
     run
         The prepared kernel.
+    run_dense
+        The attribute of this name of the prepared kernel, or None. It takes and returns dense arrays.
+        So a public function can make the ragged result itself, without a function between.
     """
 
-    __slots__ = "guard", "kernels", "run"
+    __slots__ = "guard", "kernels", "run", "run_dense"
 
     def __init__(
         self, kernels: list[Any], guard: Callable[..., bool], run: Callable[..., Any]
     ) -> None:
         self.kernels, self.guard, self.run = kernels, guard, run
+        self.run_dense: Callable[..., Any] | None = getattr(run, "run_dense", None)
 
 
 def lookup(
@@ -90,7 +94,7 @@ def lookup(
     if layout is None:
         return None, values
     lib = layout.backend
-    if lib.make_guard is None or lib.intercepts_calls():
+    if lib.make_guard is None or lib.is_compiling() or lib.intercepts_calls():
         return None, values
     cache = layout.eager_cache() if second is None else layout.eager_pair_cache(second)
     settings = (*options.values(),)

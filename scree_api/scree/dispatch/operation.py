@@ -169,16 +169,21 @@ class Operation:
         return self._run_on(chosen, call, kernel)
 
     def recall(
-        self, layout: Layout, short_key: tuple[Any, ...], second: Layout | None = None
-    ) -> list[call_cache.Entry]:
-        """Return the entries of the call cache among which `run` would look for a call.
+        self,
+        values: tuple[Any, ...],
+        layout: Layout,
+        short_key: tuple[Any, ...],
+        second: Layout | None = None,
+    ) -> call_cache.Entry | None:
+        """Return the entry of the call cache with which `run` would run a call; None if it has none.
 
-        The caller has inspected the arguments, so this takes a third of the time. The caller uses the
-        first entry that has the `kernels` of the operation and whose `guard` accepts the dense arrays.
-        `Entry.run` may raise `KernelUnavailableError`; then `run` selects another kernel.
+        The caller has inspected the arguments, so this takes a third of the time. `Entry.run` may raise
+        `KernelUnavailableError`; then `run` selects another kernel.
 
         Parameters
         ----------
+        values
+            The dense arrays of the call, for the guards.
         layout
             The layout of the first ragged array.
         short_key
@@ -187,18 +192,22 @@ class Operation:
         second
             The layout of ragged arrays that are not on the first layout, or None.
         """
-        lib = layout.backend
-        # `Backend.intercepts_calls`, in a third of the time.
-        if OBSERVERS or lib.is_traced() or lib.count_dispatch_modes() or lib.is_forward_mode():
-            return []
+        if OBSERVERS or layout.backend.intercepts_calls():
+            return None
         raw_stream = layout.raw_stream
-        if second is not None:
-            cache = layout.eager_pair_cache(second)
-        elif raw_stream is None or raw_stream():
+        if raw_stream is None or raw_stream():
             cache = layout.eager_cache()
         else:
             cache = layout.default_stream_cache
-        return cache.get(short_key) or []
+        if second is not None:
+            # As `Layout.eager_pair_cache`, without the host time of its functions.
+            cache = cache.get("pairs", _NO_CACHE).get(second.identity, _NO_CACHE)
+        kernels = self.kernels
+        entries: list[call_cache.Entry] = cache.get(short_key, _NO_ENTRIES)
+        for entry in entries:
+            if entry.kernels is kernels and entry.guard(*values):
+                return entry
+        return None
 
     def _rejections_depend_on_contents(self, rejected: dict[str, str], values: list[Any]) -> bool:
         """Return whether a kernel rejected a call for more than the library of its arrays."""
@@ -250,6 +259,9 @@ class Operation:
         providers = ", ".join(repr(k.provider) for k in self.kernels)
         raise ValueError(f"kernel: expected one of {providers} for {self.name}, got {kernel!r}")
 
+
+_NO_CACHE: dict[Any, Any] = {}
+_NO_ENTRIES: list[call_cache.Entry] = []
 
 #: Types of the first array of a call that may be cached.
 _CACHED_TYPES = (Array, Layout, type(None))

@@ -211,11 +211,9 @@ def append_paged(
             options_key = None if rope is None else (*rope.items(), *map(type, rope.values()))
             key = "append_paged", q is None, options_key, kernel
             tokens = (k.values, v.values) if q is None else (k.values, v.values, q.values)
-            for entry in _append_paged.recall(k.layout, key, second):
-                if entry.kernels is not _append_paged.kernels or not entry.guard(
-                    *tokens, k_pages, v_pages, numbers, kv_lengths
-                ):
-                    continue
+            values = *tokens, k_pages, v_pages, numbers, kv_lengths
+            entry = _append_paged.recall(values, k.layout, key, second)
+            if entry is not None:
                 try:
                     return entry.run(  # type: ignore[no-any-return]
                         k=k,
@@ -227,7 +225,7 @@ def append_paged(
                         kv_lengths=kv_lengths,
                     )
                 except KernelUnavailableError:
-                    break  # the validation selects a kernel again
+                    pass  # the validation selects a kernel again
     arrays = {
         "k": k,
         "v": v,

@@ -39,6 +39,9 @@ MAX_SCORES = 1 << 16  # scores of one chunk and one key tile
 #: Bytes of the tiles of a range of rows, unless the queries, keys and values are larger.
 MAX_TILE_BYTES = 1 << 25
 
+#: Bound once, because a class method is bound anew at every call.
+_from_layout = Array.from_layout
+
 MAX_WINDOW = 1 << 30  # keys on one side of a query; no row is as long
 
 Window = int | tuple[int | None, int | None] | None
@@ -327,12 +330,15 @@ def attention(
         and (kernel is None or type(kernel) is str)
     ):
         key = "attention", causal, window, scale, softcap, deterministic, return_lse, kernel
-        for entry in _attention.recall(layout, key):
-            if entry.kernels is _attention.kernels and entry.guard(q.values, k.values, v.values):
-                try:
-                    return entry.run(q=q, k=k, v=v, alibi_slopes=None)
-                except KernelUnavailableError:
-                    break  # the validation selects a kernel again
+        values = q.values, k.values, v.values
+        entry = _attention.recall(values, layout, key)
+        if entry is not None:
+            try:
+                if entry.run_dense is not None:
+                    return _from_layout(entry.run_dense(*values), layout)
+                return entry.run(q=q, k=k, v=v, alibi_slopes=None)
+            except KernelUnavailableError:
+                pass  # `_attention.run` below selects another function or kernel
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
     options: dict[str, Any] = {
         "causal": causal,

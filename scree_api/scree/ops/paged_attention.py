@@ -29,6 +29,8 @@ from .pages import as_page_table, check_cache, check_pages_if_free, gather_pages
 
 __all__ = ["paged_attention"]
 
+#: Bound once, because a class method is bound anew at every call.
+_from_layout = Array.from_layout
 #: Types of `groups` and `ends` whose numbers are a key of the call cache.
 _READABLE = (list, tuple, np.ndarray)
 
@@ -227,10 +229,15 @@ def paged_attention(
                     else:
                         key += ("array",)
                         values += (x,)
-            for entry in _paged_attention.recall(q.layout, key, second):
-                if entry.kernels is not _paged_attention.kernels or not entry.guard(*values):
-                    continue
+            entry = _paged_attention.recall(values, q.layout, key, second)
+            if entry is not None:
                 try:
+                    if entry.run_dense is not None:
+                        out = entry.run_dense(*values)
+                        if not return_lse:
+                            return _from_layout(out, q.layout)
+                        out, lse = out
+                        return _from_layout(out, q.layout), _from_layout(lse, q.layout)
                     return entry.run(
                         q=q,
                         k_pages=k_pages,
@@ -242,7 +249,7 @@ def paged_attention(
                         v_scale=v_scale,
                     )
                 except KernelUnavailableError:
-                    break  # the validation selects a kernel again
+                    pass  # the validation selects a kernel again
     arrays = {
         "q": q,
         "k_pages": k_pages,
