@@ -220,6 +220,13 @@ def scree_contiguous(cache: Cache) -> Thunk:
     return lambda: scree.attention(cache.q, k, v, causal=True).values
 
 
+def loads_only(cache: Cache) -> Thunk:
+    """Build a call that reads the pages of all rows and does nothing else: a limit."""
+    from .decode_limits import sum_pages
+
+    return sum_pages(cache.k_pages, cache.v_pages, cache.lib.make(cache.pages, "int32"))
+
+
 def padded_sdpa(cache: Cache) -> Thunk:
     """Build the usual form without paged kernels: gather the pages, mask, and attend.
 

@@ -231,7 +231,9 @@ def decode(runs: Sequence[Result]) -> Answer | None:
                     x: row.values["call_s"] for x, row in rows.items() if "call_s" in row.values
                 }
                 cases.append((r, case, rows["scree"].values, times))
-                peers |= dict.fromkeys(who for who in times if not who.startswith("scree"))
+                peers |= dict.fromkeys(
+                    who for who in times if not who.startswith("scree") and who not in LIMITS
+                )
     if not cases:
         return None
     lines, groups = [], {}

@@ -31,6 +31,7 @@ LIMITS = (
     "plain copy",
     "nothing",
     "empty",
+    "loads only",
     "torch, all rows as one",
     "torch, one dense product",
 )

@@ -451,6 +451,29 @@ def test_lengths_are_read_on_the_device():
         check(got, queries, *cut, torch.float32, {})
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("page_size, options", [(4, {}), (16, {"window": 90}), (256, {})], ids=str)
+def test_one_row_of_changing_length_reads_only_pages_in_use(page_size, options, is_dense):
+    """Its pages are loaded before its length is known, and again if the length cuts it elsewhere."""
+    caches, table, lengths, rows = make_cache((500,), page_size, 2, (16, 16), torch.float32)
+    unused = torch.full((40,), 1 << 30, dtype=torch.int32, device=DEVICE)
+    numbers = torch.cat([table.values, unused])
+    page_table = numbers[None] if is_dense else scree.from_lengths(numbers, [len(numbers)])
+    q, queries = make_queries((1,), 4, 16, torch.float32)
+    for length in (500, 499, 300, 64, 1):
+        lengths.fill_(length)
+        got = scree.paged_attention(
+            q, *caches, page_table, lengths, return_lse=True, kernel="triton", **options
+        )
+        check(got, queries, *([row[0][:length]] for row in rows), torch.float32, options)
+    # Without unused pages the first pages are the right ones.
+    lengths.fill_(500)
+    got = scree.paged_attention(
+        q, *caches, table, lengths, return_lse=True, kernel="triton", **options
+    )
+    check(got, queries, *rows, torch.float32, options)
+
+
 @pytest.mark.parametrize("others", [0, 1, 30])
 def test_split_size_makes_the_bits_of_a_row_independent_of_others(others):
     kv_lengths = (300, *(20,) * others)

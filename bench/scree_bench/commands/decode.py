@@ -217,6 +217,12 @@ class Run(NamedTuple):
                 peers[name] = make
         return peers
 
+    def loads_only(self, arrays: Callable[[], Cache], traffic: float) -> dict[str, Contender]:
+        """Return the limit that only reads the pages, on CUDA."""
+        if self.session.device != "cuda":
+            return {}
+        return {"loads only": Contender(arrays, caches.loads_only, traffic, attends=False)}
+
     def unavailable(self, module: str) -> str | None:
         """Return the reason why a kernel package cannot run, or None."""
         if self.session.device != "cuda":
@@ -312,6 +318,8 @@ def _decode(run: Run, kind: str, batch: Batch, *, contiguous: bool = False) -> N
         # FlashAttention-4 compiles for every number of heads and page size.
         if kind != "random" or name != "FA4":
             contenders[name] = Contender(arrays, make, traffic)
+    if kind != "random":
+        contenders |= run.loads_only(arrays, traffic)
     case = batch.case(kind, run.lib, run.dtype)
     run.measure(case, contenders)
     run.plan(case, arrays)
@@ -470,6 +478,7 @@ def _fp8(run: Run, rows: int, length: int, page_size: int) -> None:
     }
     if run.unavailable("flashinfer") is None:
         contenders["FlashInfer"] = Contender(narrow, caches.flashinfer_attend, batch.traffic(1))
+    contenders |= run.loads_only(narrow, batch.traffic(1))
     measured = run.measure(batch.case("fp8", run.lib, run.dtype), contenders)
     _speed_up(measured, "scree", f"scree, {run.dtype} cache")
 

@@ -383,7 +383,7 @@ def clamped_kv_length(
     """Return the numbers of keys of rows, at most the tokens of their pages.
 
     A length beyond the pages would read after the row of the page table. `capacity` is the number of
-    tokens of a row of a dense table.
+    tokens of a row of a dense table, or of all rows of a ragged one, which is not read here.
     """
     length = tl.load(KV_LENGTHS + row, mask=is_row, other=0)
     if PAGE_SIZE == 0:
@@ -567,6 +567,7 @@ def decode_kernel(
     SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    ONE_ROW: tl.constexpr,
 ):
     """Compute the decoded rows of OUT (total, heads, HEAD_DIM_V) and of LSE (total, heads).
 
@@ -574,48 +575,73 @@ def decode_kernel(
     by its log-sum-exp in base 2. Part ``2 * slot + 1`` begins with its row, part ``2 * slot`` does
     not; with SPLIT the parts are the units. With PAGE_SIZE = 0 the keys are contiguous: PAGES is
     not read, and KV_LENGTHS has the offsets of their rows.
+
+    ONE_ROW is for one query on one row of pages. Then the pages of a CTA are loaded together with the
+    lengths, for a row of `capacity` tokens. They are loaded again if the row turns out to be shorter by
+    so much that its blocks are cut elsewhere.
     """
     slot = tl.program_id(0) // (KV_HEADS // HEADS)
     head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
-    total = _total_units(
-        KV_LENGTHS,
-        PAGE_OFFSETS,
-        Q_OFFSETS,
-        n,
-        capacity,
-        window_left,
-        GROUP,
-        ROWS,
-        BLOCK_N,
-        HAS_LEFT,
-        SPLIT,
-        PAGE_SIZE,
-        IS_RAGGED,
-        LENGTHS,
-        MANY,
-    )
-    unit = _first_unit(total, slot, SLOTS)
-    last = _first_unit(total, slot + 1, SLOTS)
-    row, first = _find_row(
-        KV_LENGTHS,
-        PAGE_OFFSETS,
-        Q_OFFSETS,
-        n,
-        unit,
-        capacity,
-        window_left,
-        GROUP,
-        ROWS,
-        BLOCK_N,
-        HAS_LEFT,
-        SPLIT,
-        PAGE_SIZE,
-        IS_RAGGED,
-        LENGTHS,
-        MANY,
-    )
-    if PDL:
-        gdc_launch_dependents()
+    if ONE_ROW:
+        if PDL:
+            gdc_launch_dependents()
+        row = n * 0
+        first = n * 0
+        expected_total = tl.maximum(tl.cdiv(capacity, BLOCK_N), 1)
+        expected_begin = _first_unit(expected_total, slot, SLOTS) * BLOCK_N
+        expected_page = _load_pages(PAGES, expected_begin, capacity, HEADS, BLOCK_N, PAGE_SIZE)
+        only_q = _load_queries(
+            Q, GROUP, head, stride_qt, stride_qh, HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_D
+        )
+        only_kv_length = clamped_kv_length(
+            KV_LENGTHS, PAGE_OFFSETS, row, True, capacity, PAGE_SIZE, IS_RAGGED
+        )
+        only_q_length = tl.load(Q_OFFSETS + 1).to(tl.int32)
+        blocks = tl.cdiv(only_kv_length, BLOCK_N)
+        blocks -= _first_block(only_kv_length, only_q_length, window_left, HAS_LEFT, BLOCK_N)
+        total = tl.where(only_q_length > 0, tl.maximum(blocks, 1), 0)
+        unit = _first_unit(total, slot, SLOTS)
+        last = _first_unit(total, slot + 1, SLOTS)
+    else:
+        total = _total_units(
+            KV_LENGTHS,
+            PAGE_OFFSETS,
+            Q_OFFSETS,
+            n,
+            capacity,
+            window_left,
+            GROUP,
+            ROWS,
+            BLOCK_N,
+            HAS_LEFT,
+            SPLIT,
+            PAGE_SIZE,
+            IS_RAGGED,
+            LENGTHS,
+            MANY,
+        )
+        unit = _first_unit(total, slot, SLOTS)
+        last = _first_unit(total, slot + 1, SLOTS)
+        row, first = _find_row(
+            KV_LENGTHS,
+            PAGE_OFFSETS,
+            Q_OFFSETS,
+            n,
+            unit,
+            capacity,
+            window_left,
+            GROUP,
+            ROWS,
+            BLOCK_N,
+            HAS_LEFT,
+            SPLIT,
+            PAGE_SIZE,
+            IS_RAGGED,
+            LENGTHS,
+            MANY,
+        )
+        if PDL:
+            gdc_launch_dependents()
     query, query_head, query_row = _query_rows(head, HEADS, GROUP, ROWS)
     slope = tl.load(SLOPES + query_head) * LOG2E if ALIBI else query.to(tl.float32)
     if SCALED:
@@ -624,30 +650,47 @@ def decode_kernel(
     K += head.to(tl.int64) * stride_kh
     V += head.to(tl.int64) * stride_vh
     while unit < last:
-        units = _num_units(
-            KV_LENGTHS, PAGE_OFFSETS, Q_OFFSETS, row, row < n, capacity, window_left, GROUP, ROWS,
-            BLOCK_N, HAS_LEFT, SPLIT, PAGE_SIZE, IS_RAGGED,
-        )  # fmt: skip
+        if ONE_ROW:
+            units = total
+        else:
+            units = _num_units(
+                KV_LENGTHS, PAGE_OFFSETS, Q_OFFSETS, row, row < n, capacity, window_left, GROUP, ROWS,
+                BLOCK_N, HAS_LEFT, SPLIT, PAGE_SIZE, IS_RAGGED,
+            )  # fmt: skip
         if units > 0:
             stop = unit + 1 if SPLIT else tl.minimum(last, first + units)
-            kv_length = clamped_kv_length(
-                KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
-            )
-            keys = tl.cast(0, tl.int64) if PAGE_SIZE else tl.load(KV_LENGTHS + row).to(tl.int64)
-            q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
-            q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
-            blocks: tl.constexpr = SPLIT if SPLIT else 1
+            keys = tl.cast(0, tl.int64)
+            if ONE_ROW:
+                kv_length = only_kv_length
+                q_start = tl.cast(0, tl.int64)
+                q_length = only_q_length
+            else:
+                kv_length = clamped_kv_length(
+                    KV_LENGTHS, PAGE_OFFSETS, row, row < n, capacity, PAGE_SIZE, IS_RAGGED
+                )
+                if PAGE_SIZE == 0:
+                    keys = tl.load(KV_LENGTHS + row).to(tl.int64)
+                q_start = tl.load(Q_OFFSETS + row).to(tl.int64)
+                q_length = tl.load(Q_OFFSETS + row + 1).to(tl.int32) - q_start.to(tl.int32)
+            per_unit: tl.constexpr = SPLIT if SPLIT else 1
             before = _first_block(kv_length, q_length, window_left, HAS_LEFT, BLOCK_N)
-            begin = (before + (unit - first) * blocks) * BLOCK_N
-            end = (before + (stop - first) * blocks) * BLOCK_N
+            begin = (before + (unit - first) * per_unit) * BLOCK_N
+            end = (before + (stop - first) * per_unit) * BLOCK_N
             end = tl.minimum(end, kv_length)
-            # All pages are requested before the kernel waits for the queries.
-            pages = PAGES + table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
-            page = _load_pages(pages, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
-            q = _load_queries(
-                Q + q_start * stride_qt, q_length * GROUP, head, stride_qt, stride_qh,
-                HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_D,
-            )  # fmt: skip
+            if ONE_ROW:
+                pages = PAGES
+                page = expected_page
+                if begin != expected_begin:
+                    page = _load_pages(pages, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
+                q = only_q
+            else:
+                # All pages are requested before the kernel waits for the queries.
+                pages = PAGES + table_start(PAGE_OFFSETS, row, table_width, IS_RAGGED)
+                page = _load_pages(pages, begin, end, HEADS, BLOCK_N, PAGE_SIZE)
+                q = _load_queries(
+                    Q + q_start * stride_qt, q_length * GROUP, head, stride_qt, stride_qh,
+                    HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_D,
+                )  # fmt: skip
             row_scale = scale
             if IS_NARROW:
                 q, power = _as_float16(q)
