@@ -483,7 +483,7 @@ def test_ctrl_c_keeps_the_curve_so_far(tmp_path, text):
     ("names", "part"),
     [
         (("nvjet_tst_128x256", "aten::mm"), "matrix products"),
-        (("triton_red_fused__to_copy_3", "CompiledFunction", "optimizer"), "casts and copies"),
+        (("triton_red_fused__to_copy_mm_3", "CompiledFunction"), "kernels of Inductor"),
         (("void at::native::multi_tensor_apply_kernel",), "optimizer"),
         (("elementwise", "aten::mul", "Optimizer.step#AdamW.step"), "optimizer"),
         (("embedding_backward_feature_kernel", "aten::embedding_dense_backward"), "embedding"),
@@ -519,8 +519,11 @@ def test_ranges_and_calls_of_the_runtime_are_no_kernels():
 
     from scree_bench.training.profile import device_kernels
 
-    def operator(name, number, parent=None):
-        return SimpleNamespace(name=name, id=number, cpu_parent=parent, device_type=DeviceType.CPU)
+    def operator(name, number, parent=None, is_range=False):
+        return SimpleNamespace(
+            name=name, id=number, cpu_parent=parent, device_type=DeviceType.CPU,
+            is_user_annotation=is_range,
+        )  # fmt: skip
 
     def on_device(name, link, start, end):
         values = {
@@ -529,14 +532,18 @@ def test_ranges_and_calls_of_the_runtime_are_no_kernels():
         }  # fmt: skip
         return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
 
-    outer = operator("optimizer", 1)
+    outer = operator("optimizer", 1, is_range=True)
     events = [outer, operator("aten::mul", 7, outer), operator("cudaLaunchKernel", 7)]
+    # Inductor names an event on the CPU like its kernel.
+    events.append(operator("triton_poi_fused_cat_3", 8))
     ran = [on_device("optimizer", 1, 1_000, 9_000), on_device("elementwise", 7, 3_000, 4_000)]
+    ran.append(on_device("triton_poi_fused_cat_3", 8, 5_000, 6_000))
     results = SimpleNamespace(events=lambda: ran, trace_start_ns=lambda: 1_000)
     profiler = SimpleNamespace(
         events=lambda: events, profiler=SimpleNamespace(kineto_results=results)
     )
-    (kernel,) = device_kernels(profiler)
+    kernel, fused = device_kernels(profiler)
+    assert fused.name == "triton_poi_fused_cat_3"
     assert kernel.name == "elementwise" and kernel.operators == ("aten::mul", "optimizer")
     assert (kernel.start, kernel.end) == pytest.approx((2e-6, 3e-6))
 

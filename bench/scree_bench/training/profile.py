@@ -15,6 +15,8 @@ STEPS = 3
 #: Part of a step -> pattern in the names of its kernels, or of the operators that launched them.
 #: The first match counts.
 PARTS = {
+    # They compute several parts at once, most of all casts.
+    "kernels of Inductor": "^triton_(poi|red|per|for|mix)_",
     "optimizer": "optimizer|adam|multi_tensor|clip_grad|foreach|lpnorm",
     "copies to the device": "copy to the device|memcpy htod|memcpy.*host.*device",
     "attention": "attention|flash|fmha|sdpa|flex|tile_schedule",
@@ -114,18 +116,20 @@ def device_kernels(profiler: Any) -> Iterator[Kernel]:
     """Yield each kernel and each copy that ran on the device, once."""
     from torch.autograd import DeviceType
 
-    operators, names = {}, set()
+    operators, ranges = {}, set()
     for event in profiler.events():
         if event.device_type == DeviceType.CPU:
-            names.add(event.name)
+            if event.is_user_annotation:
+                ranges.add(event.name)
             # Calls of the CUDA runtime have numbers of their own, which other operators have too.
             if not re.match("cu(da)?[A-Z]", event.name):
                 operators[event.id] = event
     trace = profiler.profiler.kineto_results
     origin = trace.trace_start_ns()
     for event in trace.events():
-        # The ranges of record_function appear on the device too, with their name.
-        if event.device_type() == DeviceType.CUDA and event.name() not in names:
+        # The ranges of record_function appear on the device too, with their name. The kernels of
+        # Inductor have the name of an event on the CPU, which is no such range.
+        if event.device_type() == DeviceType.CUDA and event.name() not in ranges:
             around = _names(operators.get(event.linked_correlation_id()))
             start, end = ((ns - origin) / 1e9 for ns in (event.start_ns(), event.end_ns()))
             yield Kernel(event.name(), tuple(around), start, end)
