@@ -94,8 +94,9 @@ def _loop_over_tiles(
     """Loop over all pairs of a tile of `outer` and a step of `inner` tokens that it sees.
 
     Return the result of each token of `outer`, a tree of (total, kv_heads * groups, dim) tensors,
-    and `sums` with the additions of all steps. Each tile has a state, a tree of tensors. In `init`,
-    `step` and `finish` the tensors are (..., kv_heads, tiles, tile_size, groups, dim).
+    and `sums` with the additions of all steps. Each tile has a state, a tree of tensors. In `step` the
+    tensors of a chunk of tiles are (kv_heads, tiles, tile_size, groups, dim). In `init` and `finish`
+    an axis of chunks is before them.
 
     Parameters
     ----------
@@ -128,69 +129,65 @@ def _loop_over_tiles(
     shifts = row_lengths - outer.layout.lengths  # the last tokens of both rows are aligned
     in_tile, in_step = jnp.arange(tile_size), jnp.arange(step_size)
 
-    # Per tile: the start and the length of the row of `inner`, the position in this row that is
-    # aligned with the first token of the tile, and the number of tokens of the tile.
-    info = (
-        row_starts[tiles.rows],
-        row_lengths[tiles.rows],
-        tiles.starts + shifts[tiles.rows],
-        jnp.sum(tiles.valid, axis=1, dtype=row_starts.dtype),
-    )
-    info = jnp.stack(info, axis=1)
-
-    def bounds(info: Any) -> tuple[Any, Any]:
-        """Return the first and the last visible position of each token, (tiles, tile_size)."""
-        _, length, position, num_tokens = jnp.split(info, 4, axis=1)
-        first, last = _visible_bounds(position + in_tile, length, window)
-        return first, jnp.where(in_tile < num_tokens, last, -1)
-
-    first, last = bounds(info)
+    starts, lengths = row_starts[tiles.rows][:, None], row_lengths[tiles.rows][:, None]
+    outer_positions = (tiles.starts + shifts[tiles.rows])[:, None] + in_tile
+    first, last = _visible_bounds(outer_positions, lengths, window)
+    last = jnp.where(tiles.valid, last, -1)
     num_steps = -(-(jnp.max(last, axis=1) + 1 - first[:, 0]) // step_size)
     # All tiles of a chunk run the number of steps that its longest tile needs, so tiles are sorted.
     order = jnp.argsort(-num_steps)
     slot = jnp.arange(num_chunks * chunk_size)
     tile_of_slot = order[jnp.minimum(slot, num_tiles - 1)]
-    # Slots without a tile have no token.
-    info = info[tile_of_slot].at[:, 3].multiply(slot < num_tiles)
+    steps_of_chunk = jnp.maximum(num_steps[tile_of_slot[::chunk_size]], 0)
+    ends = jnp.cumsum(steps_of_chunk)
 
     def to_chunks(x: Any) -> Any:
-        return x.reshape(num_chunks, chunk_size, *x.shape[1:])
+        return x[tile_of_slot].reshape(num_chunks, chunk_size, *x.shape[1:])
 
-    def run_chunk(sums: tuple[Any, ...], chunk: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        steps, info, *outer_tensors = chunk
-        start, length = info[:, :1], info[:, 1:2]
-        first, last = bounds(info)
+    def take_tiles(x: Any) -> Any:
+        taken = jnp.take(x, to_chunks(tiles.tokens), axis=1)
+        return jnp.moveaxis(taken, 0, 1)
 
-        def run_step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            state, sums = carry
-            positions = first[:, :1] + index * step_size + in_step
-            visible = positions[:, None, :] >= first[:, :, None]
-            visible &= positions[:, None, :] <= last[:, :, None]
-            tokens = inner.layout.clip(start + positions)
-            # Tokens after the end of the row have the weight 0, but 0 * NaN is NaN.
-            in_row = (positions < length)[..., None, None]
-            inner_tensors = [
-                jnp.where(in_row, jnp.take(x, tokens, axis=1), 0) for x in inner.tensors
-            ]
-            state, additions = step(state, visible, outer_tensors, inner_tensors)
-            sums = tuple(
-                x.at[jnp.arange(x.shape[0])[:, None, None], tokens].add(
-                    jnp.where(in_row, y, 0), mode="promise_in_bounds"
-                )
-                for x, y in zip(sums, additions, strict=True)
+    # Slots without a tile see nothing.
+    last = jnp.where(slot[:, None] < num_tiles, last[tile_of_slot], -1)
+    last = last.reshape(num_chunks, chunk_size, tile_size)
+    first, lengths, starts = map(to_chunks, (first, lengths, starts))
+    outer_tensors = [take_tiles(x) for x in outer.tensors]
+
+    # One loop over the steps of all chunks, because on a GPU each end of a loop waits for the host.
+    def run_step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        state, sums = carry
+        chunk = jnp.sum(ends <= index)
+
+        def at_chunk(x: Any) -> Any:
+            return lax.dynamic_index_in_dim(x, chunk, keepdims=False)
+
+        in_chunk = index - (at_chunk(ends) - at_chunk(steps_of_chunk))
+        chunk_first, chunk_last, length, start = map(at_chunk, (first, last, lengths, starts))
+        positions = chunk_first[:, :1] + in_chunk * step_size + in_step
+        visible = positions[:, None, :] >= chunk_first[:, :, None]
+        visible &= positions[:, None, :] <= chunk_last[:, :, None]
+        tokens = inner.layout.clip(start + positions)
+        # Tokens after the end of the row have the weight 0, but 0 * NaN is NaN.
+        in_row = (positions < length)[..., None, None]
+        inner_tensors = [jnp.where(in_row, jnp.take(x, tokens, axis=1), 0) for x in inner.tensors]
+        chunk_outer = [at_chunk(x) for x in outer_tensors]
+        chunk_state, additions = step(
+            jax.tree.map(at_chunk, state), visible, chunk_outer, inner_tensors
+        )
+        state = jax.tree.map(
+            lambda x, y: lax.dynamic_update_index_in_dim(x, y, chunk, 0), state, chunk_state
+        )
+        sums = tuple(
+            x.at[jnp.arange(x.shape[0])[:, None, None], tokens].add(
+                jnp.where(in_row, y, 0), mode="promise_in_bounds"
             )
-            return state, sums
+            for x, y in zip(sums, additions, strict=True)
+        )
+        return state, sums
 
-        state, sums = lax.fori_loop(0, steps, run_step, (init(*outer_tensors), sums))
-        return sums, finish(state)
-
-    outer_tensors = (
-        jnp.moveaxis(jnp.take(x, to_chunks(tiles.tokens[tile_of_slot]), axis=1), 0, 1)
-        for x in outer.tensors
-    )
-    steps = num_steps[tile_of_slot[::chunk_size]]
-    chunks = (steps, to_chunks(info), *outer_tensors)
-    sums, results = lax.scan(run_chunk, sums, chunks)
+    carry = init(*outer_tensors), sums
+    state, sums = lax.fori_loop(0, ends[-1], run_step, carry)
     rank = jnp.argsort(order)
     slots = outer.layout.tile_slots(tile_size)
     slots = jnp.take(rank, slots // tile_size) * tile_size + slots % tile_size
@@ -199,7 +196,7 @@ def _loop_over_tiles(
         x = jnp.moveaxis(x, 1, 3).reshape(-1, x.shape[1] * x.shape[4], x.shape[5])
         return jnp.take(x, slots, axis=0)
 
-    return jax.tree.map(to_tokens, results), sums
+    return jax.tree.map(to_tokens, finish(state)), sums
 
 
 def _chunk_size(blocking: Blocking, num_tiles: int, num_rows: int, scores_per_tile: int) -> int:
