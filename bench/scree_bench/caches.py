@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -179,7 +179,7 @@ def make_cache(lib: MeasuredLibrary, batch: Batch, dtype: str, *, is_fp8: bool =
             import torch
 
             return normal(*shape).to(torch.float8_e4m3fn)
-        if lib.device == "cuda":
+        if lib.device == "cuda" and lib.name == "torch":
             import torch
 
             # `normal` would need three times the memory.
@@ -198,12 +198,14 @@ def scree_paged(cache: Cache, **options: Any) -> Thunk:
     if cache.is_fp8:
         scales = cache.lib.make(np.full(cache.batch.kv_heads, FP8_SCALE))
         options |= {"k_scale": scales, "v_scale": scales}
-    table, kv_lengths = cache.table, cache.kv_lengths
-    return lambda: (
-        scree.paged_attention(
-            cache.q, cache.k_pages, cache.v_pages, table, kv_lengths, **options
-        ).values
-    )
+    args = cache.q, cache.k_pages, cache.v_pages, cache.table, cache.kv_lengths
+    attend = cache.lib.compiled(lambda *args: scree.paged_attention(*args, **options).values)
+    return lambda: attend(*args)
+
+
+def standard_paged(cache: Cache) -> Thunk:
+    """Build `scree.paged_attention` without kernels."""
+    return scree_paged(cache, kernel="standard")
 
 
 def scree_contiguous(cache: Cache) -> Thunk:
@@ -213,11 +215,15 @@ def scree_contiguous(cache: Cache) -> Thunk:
     positions = np.concatenate([np.arange(n) for n in batch.lengths])
     size = batch.page_size
     slots = cache.block_table[rows, positions // size].astype(np.int64) * size + positions % size
-    index = cache.lib.make(slots, "int64")
+    index = cache.lib.make(slots, "int32")
     tokens = [x.reshape(-1, *x.shape[2:])[index] for x in (cache.k_pages, cache.v_pages)]
     k = scree.from_lengths(tokens[0], batch.lengths)
-    v = k.with_values(tokens[1])
-    return lambda: scree.attention(cache.q, k, v, causal=True).values
+
+    def attend(q: scree.Array, k: scree.Array, v: Any) -> Any:
+        return scree.attention(q, k, k.with_values(v), causal=True).values
+
+    compiled = cache.lib.compiled(attend)
+    return lambda: compiled(cache.q, k, tokens[1])
 
 
 def loads_only(cache: Cache) -> Thunk:
@@ -233,7 +239,7 @@ def padded_sdpa(cache: Cache) -> Thunk:
     The query heads of one key head are the rows of its matrix product, so that no key is repeated.
     """
     lib, batch, xp = cache.lib, cache.batch, cache.lib.xp
-    table, n = lib.make(cache.block_table, "int64"), len(batch.lengths)
+    table, n = lib.make(cache.block_table, "int32"), len(batch.lengths)
     width = cache.block_table.shape[1] * batch.page_size
     bias = np.where(np.arange(width) < np.asarray(batch.lengths)[:, None], 0, -np.inf)
     mask = lib.make(bias[:, None, None, :], lib.arrays.dtype_name(cache.q.values))
@@ -244,8 +250,8 @@ def padded_sdpa(cache: Cache) -> Thunk:
         rows = pages[table].reshape(n, width, batch.kv_heads, batch.dim)
         return xp.permute_dims(rows, (0, 2, 1, 3))
 
-    def run() -> Any:
-        q, k, v = cache.q.values.reshape(shape), gather(cache.k_pages), gather(cache.v_pages)
+    def run(q: Any, k_pages: Any, v_pages: Any) -> Any:
+        q, k, v = q.reshape(shape), gather(k_pages), gather(v_pages)
         if lib.name == "torch":
             import torch
 
@@ -254,7 +260,8 @@ def padded_sdpa(cache: Cache) -> Thunk:
         scores = q @ xp.permute_dims(k, (0, 1, 3, 2)) * np.float32(scale) + mask
         return softmax(xp, scores) @ v
 
-    return run
+    compiled = lib.compiled(run)
+    return lambda: compiled(cache.q.values, cache.k_pages, cache.v_pages)
 
 
 def fa3_contiguous(cache: Cache) -> Thunk:
@@ -429,6 +436,26 @@ def scree_append(cache: Cache, **options: Any) -> Thunk:
     )
 
 
+def donated_append(cache: Cache) -> Thunk:
+    """Build `scree.append_paged` under `jax.jit` that updates caches in place."""
+    import jax
+
+    k, v = new_tokens(cache)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def run(k_pages: Any, v_pages: Any, k: scree.Array, v: Any, *pages: Any) -> Any:
+        return scree.append_paged(k_pages, v_pages, k, k.with_values(v), *pages)
+
+    # JAX deletes donated arrays, and the arrays of `cache` have other readers.
+    state = [x.copy() for x in (cache.k_pages, cache.v_pages)]
+
+    def append() -> Any:
+        state[:] = run(*state, k, v.values, cache.table, cache.kv_lengths)
+        return state
+
+    return append
+
+
 def scree_append_rope(cache: Cache) -> Thunk:
     """Build `scree.append_paged` that also rotates the keys and the queries."""
     return scree_append(cache, q=cache.q, rope={"theta": 10000.0})
@@ -476,13 +503,14 @@ def empty_call(cache: Cache) -> Thunk:
 # --- the reference ---
 def reference(cache: Cache) -> Any:
     """Return the attention of the first `CHECKED_ROWS` rows in float64, in a loop over rows."""
-    lib, batch, xp = cache.lib, cache.batch, cache.lib.xp
+    lib, batch = cache.lib, cache.batch
+    xp = scree.namespace(lib.as_float64(cache.kv_lengths))
     group = batch.heads // batch.kv_heads
     scale, start, outs = FP8_SCALE if cache.is_fp8 else 1.0, 0, []
     for i, (length, count) in enumerate(
         zip(batch.lengths[:CHECKED_ROWS], batch.query_counts, strict=False)
     ):
-        pages = lib.make(cache.block_table[i, : int(batch.page_counts[i])], "int64")
+        pages = lib.make(cache.block_table[i, : int(batch.page_counts[i])], "int32")
 
         def tokens(
             cached: Any, pages: Any = pages, length: int = length

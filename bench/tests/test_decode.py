@@ -52,15 +52,16 @@ def test_reference_of_a_batch_is_the_loop_over_heads(queries):
 
 @pytest.mark.parametrize("make", [caches.scree_paged, caches.scree_contiguous, caches.padded_sdpa])
 @pytest.mark.parametrize(
-    "library", ["numpy", pytest.param("torch", marks=pytest.mark.needs("torch"))]
+    "library", ["numpy", *(pytest.param(x, marks=pytest.mark.needs(x)) for x in ("torch", "jax"))]
 )
 def test_attention_of_every_contender_equals_the_reference(make, library):
     cache = cache_of(library)
     expected = caches.reference(cache)
     assert caches.relative_error(cache, make(cache)(), expected) < 1e-6
     # The comparison notices one wrong number.
-    wrong = make(cache)() + 0
+    wrong = np.array(cache.lib.arrays.read(make(cache)()))
     wrong[-1] = 7
+    wrong = cache.lib.make(wrong)
     assert caches.relative_error(cache, wrong, expected) > 1e-2
 
 
@@ -89,6 +90,16 @@ def test_append_writes_the_last_token_of_each_row(make):
         np.testing.assert_array_equal(values[-1], v.values[i])
         assert len(keys) == length
     assert (cache.k_pages != before).any(axis=(2, 3)).sum() == len(LENGTHS)
+
+
+@pytest.mark.needs("jax")
+def test_append_to_donated_caches_writes_what_append_in_place_writes():
+    expected, cache = cache_of(), cache_of("jax")
+    caches.scree_append(expected)()
+    append = caches.donated_append(cache)
+    append()
+    for got, wanted in zip(append(), (expected.k_pages, expected.v_pages), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 class Wrapper:

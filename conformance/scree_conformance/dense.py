@@ -269,6 +269,9 @@ REFUSALS = [
     Refusal(_MATRICES, lambda args, kwargs: args[0].ndim == 3, "expected a matrix for each token",
             "The matrix would have the ragged axis as one of its two axes."),
     # ------------------------------ calls beyond the standard that a library's own function accepts
+    Refusal("argmax argmin", lambda args, kwargs: isinstance(kwargs.get("axis"), tuple),
+            "expected one axis",
+            "The standard takes an integer axis; CuPy also takes a tuple."),
     Refusal(f"argmax argmin argsort diff expand_dims flip linalg.vector_norm sort {_REDUCTIONS}",
             _is_sequence,
             "not a NumPy array",

@@ -126,3 +126,67 @@ def test_attention_gradient_of_a_query_ignores_keys_that_it_does_not_see(
 
     (grad,) = arrays.library.grad(loss, arrays.make(q))
     assert np.isfinite(arrays.library.read(grad)[[0, 1, 2, 4, 5, 8, 40]]).all()
+
+
+def gradients(q: Any, k: Any, v: Any, grad: Any, mask: Any, scale: float) -> tuple[Any, Any, Any]:
+    """Return the gradients of one row in float64, one head of queries at a time."""
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    for head in range(q.shape[1]):
+        key_head = head * k.shape[1] // q.shape[1]
+        keys, values = k[:, key_head], v[:, key_head]
+        scores = np.where(mask, q[:, head] @ keys.T * scale, -np.inf)
+        shift = scores.max(1, keepdims=True)
+        weights = np.where(mask, np.exp(scores - np.where(np.isinf(shift), 0, shift)), 0)
+        weights /= np.maximum(weights.sum(1, keepdims=True), 1e-300)
+        score_grads = grad[:, head] @ values.T
+        score_grads = weights * (score_grads - (weights * score_grads).sum(1, keepdims=True))
+        dv[:, key_head] += weights.T @ grad[:, head]
+        dk[:, key_head] += score_grads.T @ q[:, head] * scale
+        dq[:, head] = score_grads @ keys * scale
+    return dq, dk, dv
+
+
+@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+@pytest.mark.parametrize(
+    ("q_lengths", "window", "chunk"),
+    [([70, 0, 300, 1, 150], (None, 0), 3), ([9, 4, 290, 40, 0], (30, 12), 7)],
+)
+def test_attention_of_jax_in_steps_of_accelerators_gives_the_gradients(
+    q_lengths: list[int], window: tuple[int | None, int], chunk: int
+) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from scree.providers import jax_attention
+
+    k_lengths, scale = [70, 3, 300, 1, 150], 0.3
+    rng = np.random.default_rng(0)
+    totals = sum(q_lengths) + 5, sum(k_lengths) + 5
+    q, grad = rng.standard_normal((2, totals[0], 2, 8))
+    k, v = rng.standard_normal((2, totals[1], 1, 8))
+    scores = chunk * 2 * 128 * 256
+    blocking = jax_attention.ACCELERATOR_BLOCKING._replace(min_scores=scores, max_scores=scores)
+    options = jax_attention.Options(window, scale, None, 128, blocking)
+    offsets = [np.concatenate([[0], np.cumsum(x)]) for x in (q_lengths, k_lengths)]
+    arguments = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    (out, lse), residuals = jax_attention.forward(
+        options, *arguments, *(jnp.asarray(x, jnp.int32) for x in offsets)
+    )
+    cotangents = jnp.asarray(grad, out.dtype), jnp.zeros_like(lse)
+    got = jax_attention.backward(options, residuals, cotangents)[:3]
+    expected = [np.zeros(x.shape) for x in (q, k, v)]
+    for q_start, q_end, k_start, k_end in zip(
+        offsets[0], offsets[0][1:], offsets[1], offsets[1][1:], strict=False
+    ):
+        of_q, of_k = slice(q_start, q_end), slice(k_start, k_end)
+        mask = oracle.attention_mask(q_end - q_start, k_end - k_start, False, window)
+        if q_end > q_start:
+            parts = gradients(q[of_q], k[of_k], v[of_k], grad[of_q], mask, scale)
+            for total, part, rows in zip(expected, parts, (of_q, of_k, of_k), strict=True):
+                total[rows] = part
+    for array, reference, ends in zip(
+        got, expected, (offsets[0], offsets[1], offsets[1]), strict=True
+    ):
+        array, reference = np.asarray(array)[: ends[-1]], reference[: ends[-1]]
+        np.testing.assert_allclose(array, reference, rtol=1e-3, atol=1e-4)
+    assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), got))

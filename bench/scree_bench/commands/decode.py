@@ -54,6 +54,8 @@ PEERS: dict[str, tuple[str, Make]] = {
     "FA4": ("flash_attn.cute", caches.fa4_paged),
     "vLLM (Triton)": (vllm_checkout.MODULE, caches.vllm_attend),
 }
+#: Kinds that run on JAX.
+JAX_KINDS = ("decode", "append")
 #: Kinds that are also timed with a cache L2 that has no lines to write back.
 CLEAN_KINDS = ("decode", "fp8", "shared")
 #: Random shapes are drawn from these.
@@ -160,7 +162,8 @@ def command(
     Only the keys and values of the rows count as bytes, and for an append those that are read and
     written. On CUDA, the host time is the time before the launch; the plan of FlashInfer is timed
     apart. The environment variable VLLM_CHECKOUT names a checkout of vLLM, whose Triton attention is
-    then a contender. On the CPU, the peer gathers the pages and calls padded attention.
+    then a contender. On the CPU, the peer gathers the pages and calls padded attention. On JAX the
+    calls run under `jax.jit`, and an append updates donated caches.
     """
     chosen = parse_words(kinds, "--kinds", KINDS) or list(KINDS)
     with Session("decode", locals(), resolve_device(device)) as session:
@@ -169,12 +172,17 @@ def command(
         session.limits()
         if vllm := os.environ.get("VLLM_CHECKOUT"):
             vllm_checkout.load(Path(vllm))
-        for lib in installed_libraries(session, backend, ("numpy", "torch")):
+        for lib in installed_libraries(
+            session, backend, ("numpy", "torch", "jax"), on_cuda=("jax",)
+        ):
             if dtype not in lib.arrays.dtypes:
                 session.leave_out(lib.name, f"has no {dtype}")
                 continue
             run = Run(session, lib, dtype, sizes, seed)
-            jobs = [job for kind in chosen for job in KINDS[kind](run)]
+            kinds_of_lib = [x for x in chosen if lib.name != "jax" or x in JAX_KINDS]
+            for kind in set(chosen) - set(kinds_of_lib):
+                session.leave_out(f"{kind} on jax", "runs on the other libraries only")
+            jobs = [job for kind in kinds_of_lib for job in KINDS[kind](run)]
             for job in session.track(jobs, lib.name):
                 job()
 
@@ -209,6 +217,8 @@ class Run(NamedTuple):
             for name in PEERS:
                 self.session.leave_out(name, "runs on CUDA devices only")
             return {"gather, padded SDPA": caches.padded_sdpa}
+        if self.lib.name == "jax":
+            return {"scree, standard path": caches.standard_paged}
         peers = {}
         for name, (module, make) in PEERS.items():
             if reason := self.unavailable(module):
@@ -227,6 +237,8 @@ class Run(NamedTuple):
         """Return the reason why a kernel package cannot run, or None."""
         if self.session.device != "cuda":
             return "runs on CUDA devices only"
+        if self.lib.name != "torch":
+            return "runs on PyTorch only"
         if self.dtype not in HALF_DTYPES:
             return f"takes {' and '.join(HALF_DTYPES)}, not {self.dtype}"
         if not importable(module):
@@ -249,8 +261,8 @@ class Run(NamedTuple):
             name: cache(lambda x=contender: x.make(x.cache()))
             for name, contender in contenders.items()
         }
-        rows = session.time(case, "call_s", builds, wait=lib.wait)
-        if session.device == "cuda" and case["kind"] in CLEAN_KINDS:
+        rows = session.time(case, "call_s", builds, wait=lib.wait, library=lib.name)
+        if session.device == "cuda" and lib.name == "torch" and case["kind"] in CLEAN_KINDS:
             session.time(
                 case, "clean_l2_s", builds, wait=lib.wait, has_host_times=False, has_clean_l2=True
             )
@@ -404,6 +416,8 @@ def _append(run: Run) -> None:
         "assignment by index": caches.indexed_append,
         "empty": caches.empty_call,
     }
+    if run.lib.name == "jax":
+        makes = {"scree": caches.donated_append}
     if run.unavailable("flashinfer") is None:
         makes["FlashInfer"] = caches.flashinfer_append
     contenders = {

@@ -1,9 +1,10 @@
 """Attention in JAX, with loops whose number of steps is read at run time.
 
 Forward and backward follow FlashAttention-2 (Dao, 2023). Each tile of queries runs a loop over tiles
-of keys of its row, from the first to the last key that its queries see. The gradients of keys and
-values come from the same loop with queries and keys exchanged. Only the inputs, the output and the
-log-sum-exp are saved for the backward pass.
+of keys of its row, from the first to the last key that its queries see. The gradients come from the
+same loop with queries and keys exchanged: a tile of keys keeps the gradients of its keys and values,
+and each step adds to the gradients of its queries. Only the inputs, the output and the log-sum-exp
+are saved for the backward pass.
 
 The work is proportional to the number of visible tiles, under a trace too. No bound on the lengths of
 the rows is needed. One compiled function serves all offsets of one shape.
@@ -33,20 +34,25 @@ Window = tuple[int | None, int | None]
 class Blocking(NamedTuple):
     """The division of the work into steps.
 
-    On a CPU, steps that fit into its caches are fast. On an accelerator, few steps with large
-    products are fast, because each step starts several kernels and waits for the host.
+    On a CPU, steps that fit into its caches are fast. On an accelerator, each step starts about ten
+    kernels and waits for the host, so it needs large products. But the scores of a step go through
+    memory, so steps that compute many scores that are not visible are slow.
     """
 
     step: int
     """Largest number of tokens of the inner loop per step; a multiple of `TILE`."""
+    min_scores: int
+    """Scores of all heads per step, where the batch is small."""
     max_scores: int
-    """Scores of all heads in memory at a time."""
+    """Largest number of scores of all heads per step."""
+    chunks: int
+    """Number of chunks of tiles, where `min_scores` and `max_scores` permit it."""
     narrow: bool
     """True if products take operands in half precision, and only their sums are float32."""
 
 
-CPU_BLOCKING = Blocking(TILE, 1 << 18, False)
-ACCELERATOR_BLOCKING = Blocking(4 * TILE, 1 << 25, True)
+CPU_BLOCKING = Blocking(TILE, 1 << 18, 1 << 18, 8, False)
+ACCELERATOR_BLOCKING = Blocking(2 * TILE, 1 << 23, 1 << 25, 8, True)
 
 
 class Options(NamedTuple):
@@ -82,11 +88,15 @@ def _loop_over_tiles(
     window: Window,
     init: Callable[..., Any],
     step: Callable[..., Any],
-) -> Any:
-    """Return the state of each token of `outer` after a loop over the `inner` tokens that it sees.
+    finish: Callable[..., Any],
+    sums: tuple[Any, ...] = (),
+) -> tuple[Any, tuple[Any, ...]]:
+    """Loop over all pairs of a tile of `outer` and a step of `inner` tokens that it sees.
 
-    The state is a tree of (kv_heads, total, groups, dim) tensors. In `init` and `step` the tensors
-    are cut into tiles: (kv_heads, tiles, tile_size, groups, dim).
+    Return the result of each token of `outer`, a tree of (total, kv_heads * groups, dim) tensors,
+    and `sums` with the additions of all steps. Each tile has a state, a tree of tensors. In `step` the
+    tensors of a chunk of tiles are (kv_heads, tiles, tile_size, groups, dim). In `init` and `finish`
+    an axis of chunks is before them.
 
     Parameters
     ----------
@@ -100,16 +110,21 @@ def _loop_over_tiles(
     init
         ``init(*outer_tensors)`` returns the initial state.
     step
-        ``step(state, visible, outer_tensors, inner_tensors)`` returns the next state. `visible` is
+        ``step(state, visible, outer_tensors, inner_tensors)`` returns the next state, and one
+        addition to each of `sums`: (kv_heads, tiles, inner tokens, groups, dim). `visible` is
         (tiles, outer tokens, inner tokens).
+    finish
+        ``finish(state)`` returns the result.
+    sums
+        (kv_heads, total, groups, dim) tensors with an entry per `inner` token.
     """
     tile_size, step_size = options.tile_size, options.step_size
     tiles = outer.layout.tiles(tile_size)
     num_tiles = tiles.rows.shape[0]
     num_heads = max(x.shape[0] * x.shape[2] for x in (*outer.tensors, *inner.tensors))
-    max_tiles = max(1, options.blocking.max_scores // (num_heads * tile_size * step_size))
-    num_chunks = -(-num_tiles // max_tiles)
-    chunk_size = -(-num_tiles // num_chunks)
+    scores_per_tile = num_heads * tile_size * step_size
+    chunk_size = _chunk_size(options.blocking, num_tiles, outer.layout.num_rows, scores_per_tile)
+    num_chunks = -(-num_tiles // chunk_size)
     row_starts, row_lengths = inner.layout.offsets[:-1], inner.layout.lengths
     shifts = row_lengths - outer.layout.lengths  # the last tokens of both rows are aligned
     in_tile, in_step = jnp.arange(tile_size), jnp.arange(step_size)
@@ -120,41 +135,81 @@ def _loop_over_tiles(
     last = jnp.where(tiles.valid, last, -1)
     num_steps = -(-(jnp.max(last, axis=1) + 1 - first[:, 0]) // step_size)
     # All tiles of a chunk run the number of steps that its longest tile needs, so tiles are sorted.
-    # Where the last chunk has too few tiles, it repeats the last one.
     order = jnp.argsort(-num_steps)
+    slot = jnp.arange(num_chunks * chunk_size)
+    tile_of_slot = order[jnp.minimum(slot, num_tiles - 1)]
+    steps_of_chunk = jnp.maximum(num_steps[tile_of_slot[::chunk_size]], 0)
+    ends = jnp.cumsum(steps_of_chunk)
+
+    def to_chunks(x: Any) -> Any:
+        return x[tile_of_slot].reshape(num_chunks, chunk_size, *x.shape[1:])
+
+    def take_tiles(x: Any) -> Any:
+        taken = jnp.take(x, to_chunks(tiles.tokens), axis=1)
+        return jnp.moveaxis(taken, 0, 1)
+
+    # Slots without a tile see nothing.
+    last = jnp.where(slot[:, None] < num_tiles, last[tile_of_slot], -1)
+    last = last.reshape(num_chunks, chunk_size, tile_size)
+    first, lengths, starts = map(to_chunks, (first, lengths, starts))
+    outer_tensors = [take_tiles(x) for x in outer.tensors]
+
+    # One loop over the steps of all chunks, because on a GPU each end of a loop waits for the host.
+    def run_step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        state, sums = carry
+        chunk = jnp.sum(ends <= index)
+
+        def at_chunk(x: Any) -> Any:
+            return lax.dynamic_index_in_dim(x, chunk, keepdims=False)
+
+        in_chunk = index - (at_chunk(ends) - at_chunk(steps_of_chunk))
+        chunk_first, chunk_last, length, start = map(at_chunk, (first, last, lengths, starts))
+        positions = chunk_first[:, :1] + in_chunk * step_size + in_step
+        visible = positions[:, None, :] >= chunk_first[:, :, None]
+        visible &= positions[:, None, :] <= chunk_last[:, :, None]
+        tokens = inner.layout.clip(start + positions)
+        # Tokens after the end of the row have the weight 0, but 0 * NaN is NaN.
+        in_row = (positions < length)[..., None, None]
+        inner_tensors = [jnp.where(in_row, jnp.take(x, tokens, axis=1), 0) for x in inner.tensors]
+        chunk_outer = [at_chunk(x) for x in outer_tensors]
+        chunk_state, additions = step(
+            jax.tree.map(at_chunk, state), visible, chunk_outer, inner_tensors
+        )
+        state = jax.tree.map(
+            lambda x, y: lax.dynamic_update_index_in_dim(x, y, chunk, 0), state, chunk_state
+        )
+        sums = tuple(
+            x.at[jnp.arange(x.shape[0])[:, None, None], tokens].add(
+                jnp.where(in_row, y, 0), mode="promise_in_bounds"
+            )
+            for x, y in zip(sums, additions, strict=True)
+        )
+        return state, sums
+
+    carry = init(*outer_tensors), sums
+    state, sums = lax.fori_loop(0, ends[-1], run_step, carry)
     rank = jnp.argsort(order)
-
-    def run_chunk(chunk: Any) -> Any:
-        tile = order[jnp.minimum(chunk, num_tiles - 1)]
-        chunk_first, chunk_last, length, start = (x[tile] for x in (first, last, lengths, starts))
-        outer_tensors = [jnp.take(x, tiles.tokens[tile], axis=1) for x in outer.tensors]
-
-        def run_step(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            index, state = carry
-            positions = chunk_first[:, :1] + index * step_size + in_step
-            visible = positions[:, None, :] >= chunk_first[:, :, None]
-            visible &= positions[:, None, :] <= chunk_last[:, :, None]
-            tokens = inner.layout.clip(start + positions)
-            # Tokens after the end of the row have the weight 0, but 0 * NaN is NaN.
-            in_row = (positions < length)[..., None, None]
-            inner_tensors = [
-                jnp.where(in_row, jnp.take(x, tokens, axis=1), 0) for x in inner.tensors
-            ]
-            return index + 1, step(state, visible, outer_tensors, inner_tensors)
-
-        longest = num_steps[tile[0]]
-        carry = jnp.zeros_like(longest), init(*outer_tensors)
-        return lax.while_loop(lambda carry: carry[0] < longest, run_step, carry)[1]
-
-    states = lax.map(run_chunk, jnp.arange(num_chunks * chunk_size).reshape(num_chunks, chunk_size))
     slots = outer.layout.tile_slots(tile_size)
     slots = jnp.take(rank, slots // tile_size) * tile_size + slots % tile_size
 
     def to_tokens(x: Any) -> Any:
-        x = jnp.moveaxis(x, 1, 0)
-        return jnp.take(x.reshape(x.shape[0], -1, *x.shape[4:]), slots, axis=1)
+        x = jnp.moveaxis(x, 1, 3).reshape(-1, x.shape[1] * x.shape[4], x.shape[5])
+        return jnp.take(x, slots, axis=0)
 
-    return jax.tree.map(to_tokens, states)
+    return jax.tree.map(to_tokens, finish(state)), sums
+
+
+def _chunk_size(blocking: Blocking, num_tiles: int, num_rows: int, scores_per_tile: int) -> int:
+    """Return the number of tiles per step.
+
+    Few chunks waste work, because all tiles of a chunk run as many steps as its longest tile. Rows
+    of one length have `num_rows` tiles per number of steps. So a chunk has a multiple of `num_rows`
+    tiles, or `num_rows` is about a multiple of its tiles.
+    """
+    least, most = (max(1, x // scores_per_tile) for x in (blocking.min_scores, blocking.max_scores))
+    size = min(max(-(-num_tiles // blocking.chunks), least), most)
+    size = size // num_rows * num_rows if num_rows <= size else -(-num_rows // -(-num_rows // size))
+    return min(size, num_tiles)
 
 
 def _visible_bounds(positions: Any, length: Any, window: Window) -> tuple[Any, Any]:
@@ -239,19 +294,19 @@ class _OnlineSoftmax(NamedTuple):
     maximum: Any  # maximum of the scores
 
 
-def _attend_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any]:
-    """Return the output and the log-sum-exp, (kv_heads, total, groups, value_dim) and (..., 1).
+def _attend_tiles(options: Options, queries: Operand, keys: Operand, dtype: Any) -> Any:
+    """Return the output and the log-sum-exp, (total, heads, value_dim) and (total, heads, 1).
 
-    The tensors of `queries` are q; the tensors of `keys` are k and v.
+    The tensors of `queries` are q; the tensors of `keys` are k and v. The output has `dtype`.
     """
-    attend = partial(_attend_values, options, queries, keys)
+    attend = partial(_attend_values, options, queries, keys, dtype)
     is_finite = jnp.all(jnp.isfinite(keys.tensors[1]))
     # One condition around all loops, because on a GPU each condition waits for the host.
     return lax.cond(is_finite, partial(attend, True), partial(attend, False))
 
 
 def _attend_values(
-    options: Options, queries: Operand, keys: Operand, is_finite: bool
+    options: Options, queries: Operand, keys: Operand, dtype: Any, is_finite: bool
 ) -> tuple[Any, Any]:
     # New layouts, because a layout caches traced arrays, which must not leave this branch.
     queries, keys = (
@@ -265,7 +320,9 @@ def _attend_values(
         values = jnp.broadcast_to(zeros, (*zeros.shape[:-1], value_dim))
         return _OnlineSoftmax(values, zeros, jnp.full_like(zeros, -jnp.inf))
 
-    def step(state: _OnlineSoftmax, visible: Any, outer: Any, inner: Any) -> _OnlineSoftmax:
+    def step(
+        state: _OnlineSoftmax, visible: Any, outer: Any, inner: Any
+    ) -> tuple[_OnlineSoftmax, tuple[()]]:
         (q,), (k, v) = outer, inner
         scores = jnp.where(visible[:, :, None, :], _scores(options, q, k), -jnp.inf)
         maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1, keepdims=True))
@@ -274,59 +331,56 @@ def _attend_values(
         weights, rescale = jnp.exp(scores - base), jnp.exp(state.maximum - base)
         values = state.values * rescale + _weighted_sum(weights, v, visible, is_finite)
         total = state.total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
-        return _OnlineSoftmax(values, total, maximum)
+        return _OnlineSoftmax(values, total, maximum), ()
 
-    state = _loop_over_tiles(options, queries, keys, options.window, init, step)
-    nonzero = state.total != 0  # True for NaN, which must reach the result
-    divisor = jnp.where(nonzero, state.total, 1.0)
-    out = jnp.where(nonzero, state.values / divisor, 0.0)
-    return out, jnp.where(nonzero, state.maximum + jnp.log(divisor), -jnp.inf)
+    def finish(state: _OnlineSoftmax) -> tuple[Any, Any]:
+        nonzero = state.total != 0  # True for NaN, which must reach the result
+        divisor = jnp.where(nonzero, state.total, 1.0)
+        out = jnp.where(nonzero, state.values / divisor, 0.0).astype(dtype)
+        return out, jnp.where(nonzero, state.maximum + jnp.log(divisor), -jnp.inf)
+
+    return _loop_over_tiles(options, queries, keys, options.window, init, step, finish)[0]
 
 
-def _gradients_of_tiles(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any, Any]:
-    """Return the gradients of q, k and v.
+def _gradients_of_tiles(
+    options: Options, queries: Operand, keys: Operand, dtype: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of q, k and v, (total, heads, dim) with `dtype`.
 
     The tensors of `queries` are q, a finite log-sum-exp, delta and the gradient of the output. The
     tensors of `keys` are k and v. Delta is ``sum(dout * out) - dlse``, as in FlashAttention-2.
     """
 
-    def weights_and_score_grads(visible: Any, outer: Any, inner: Any) -> tuple[Any, Any]:
-        """Return both as (kv_heads, tiles, queries, groups, keys)."""
-        (q, lse, delta, grad), (k, v) = outer, inner
-        scores = _scores(options, q, k)
-        weights = jnp.where(visible[:, :, None, :], jnp.exp(scores - lse), 0.0)
-        score_grads = weights * (_matmul_transposed(grad, v) - delta)
-        # A weight of 0 times NaN is NaN.
-        score_grads = jnp.where(visible[:, :, None, :], score_grads, 0.0)
-        if options.softcap is not None:
-            score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
-        return weights, score_grads * options.scale
-
-    def step_of_queries(dq: Any, visible: Any, outer: Any, inner: Any) -> Any:
-        _, score_grads = weights_and_score_grads(visible, outer, inner)
-        return dq + _matmul(score_grads, _without_nan(inner[0]))
-
-    def step_of_keys(state: Any, visible: Any, outer: Any, inner: Any) -> Any:
-        (dk, dv), (q, _, _, grad) = state, inner
-        weights, score_grads = weights_and_score_grads(jnp.swapaxes(visible, 1, 2), inner, outer)
-        dk = dk + _transposed_matmul(score_grads, _without_nan(q))
-        return dk, dv + _transposed_matmul(weights, grad)
-
     def zeros_like(x: Any) -> Any:
         return jnp.zeros_like(x, dtype=accumulation_dtype(jnp, x.dtype))
 
-    def zeros_like_q(q: Any, *_: Any) -> Any:
-        return zeros_like(q)
-
-    def zeros_like_k_and_v(k: Any, v: Any) -> tuple[Any, Any]:
+    def init(k: Any, v: Any) -> tuple[Any, Any]:
         return zeros_like(k), zeros_like(v)
 
+    def step(state: Any, visible: Any, outer: Any, inner: Any) -> tuple[Any, tuple[Any]]:
+        # Weights and gradients of the scores are (kv_heads, tiles, queries, groups, keys).
+        (dk, dv), (k, v), (q, lse, delta, grad) = state, outer, inner
+        visible = jnp.swapaxes(visible, 1, 2)[:, :, None, :]
+        scores = _scores(options, q, k)
+        weights = jnp.where(visible, jnp.exp(scores - lse), 0.0)
+        # A weight of 0 times NaN is NaN.
+        score_grads = jnp.where(visible, weights * (_matmul_transposed(grad, v) - delta), 0.0)
+        if options.softcap is not None:
+            score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
+        score_grads = score_grads * options.scale
+        dk = dk + _transposed_matmul(score_grads, _without_nan(q))
+        dv = dv + _transposed_matmul(weights, grad)
+        return (dk, dv), (_matmul(score_grads, _without_nan(k)),)
+
+    def finish(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        return state[0].astype(dtype), state[1].astype(dtype)
+
     left, right = options.window
-    dq = _loop_over_tiles(options, queries, keys, (left, right), zeros_like_q, step_of_queries)
-    dk, dv = _loop_over_tiles(
-        options, keys, queries, (right, left), zeros_like_k_and_v, step_of_keys
+    dq = zeros_like(queries.tensors[0])
+    (dk, dv), (dq,) = _loop_over_tiles(
+        options, keys, queries, (right, left), init, step, finish, (dq,)
     )
-    return dq, dk, dv
+    return _ungroup_heads(dq.astype(dtype)), dk, dv
 
 
 def _group_heads(x: Any, kv_heads: int, dtype: Any) -> Any:
@@ -334,9 +388,9 @@ def _group_heads(x: Any, kv_heads: int, dtype: Any) -> Any:
     return jnp.swapaxes(x.astype(dtype).reshape(x.shape[0], kv_heads, -1, x.shape[-1]), 0, 1)
 
 
-def _ungroup_heads(x: Any, dtype: Any) -> Any:
+def _ungroup_heads(x: Any) -> Any:
     """Rearrange (kv_heads, total, groups, dim) to (total, heads, dim)."""
-    return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1]).astype(dtype)
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -369,8 +423,7 @@ def forward(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets:
         The second argument of `backward`.
     """
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
-    out, lse = _attend_tiles(options, queries, keys)
-    out, lse = _ungroup_heads(out, q.dtype), _ungroup_heads(lse, lse.dtype)
+    out, lse = _attend_tiles(options, queries, keys, q.dtype)
     return (out, lse[..., 0]), (q, k, v, q_offsets, k_offsets, out, lse)
 
 
@@ -401,8 +454,7 @@ def backward(options: Options, residuals: Any, grads: Any) -> Any:
     queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
     out_grad = _group_heads(out_grad, kv_heads, queries.tensors[0].dtype)
     queries = queries._replace(tensors=(*queries.tensors, *per_query, out_grad))
-    dq, dk, dv = _gradients_of_tiles(options, queries, keys)
-    dq, dk, dv = (_ungroup_heads(x, q.dtype) for x in (dq, dk, dv))
+    dq, dk, dv = _gradients_of_tiles(options, queries, keys, q.dtype)
     return dq, dk, dv, None, None
 
 
@@ -429,6 +481,8 @@ def rejects(call: AttentionCall) -> str | None:
         return "the loops have no ALiBi"
     if call.dropout:
         return "the loops have no dropout"
+    if call.deterministic and jax.default_backend() == "gpu":
+        return "on GPUs the loops add up the gradients of q in no fixed order"
     if 0 in (call.q.batch_size, call.q.total_length, call.k.total_length):
         return "the loops need at least one token"
     return None
