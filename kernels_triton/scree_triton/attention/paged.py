@@ -511,7 +511,7 @@ class _LaunchConfig:
         stride_qt, stride_qh, _ = q.stride()
         stride_kp, stride_kt, stride_kh, _ = (0,) * (4 - k.ndim) + k.stride()
         stride_vp, stride_vt, stride_vh, _ = (0,) * (4 - v.ndim) + v.stride()
-        # Of a row of a dense table, or of all rows of a ragged one.
+        # The pages of one row of a dense table, or of all rows of a ragged one.
         num_pages = pages.shape[1] if pages.ndim == 2 else pages.numel()
         capacity = min(num_pages * shape.page_size, _MAX_LENGTH)
         numbers = dict(
