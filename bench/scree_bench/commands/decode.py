@@ -180,8 +180,9 @@ def command(
                 continue
             run = Run(session, lib, dtype, sizes, seed)
             kinds_of_lib = [x for x in chosen if lib.name != "jax" or x in JAX_KINDS]
-            for kind in set(chosen) - set(kinds_of_lib):
-                session.leave_out(f"{kind} on jax", "runs on the other libraries only")
+            for kind in chosen:
+                if kind not in kinds_of_lib:
+                    session.leave_out(f"{kind} on jax", "runs on the other libraries only")
             jobs = [job for kind in kinds_of_lib for job in KINDS[kind](run)]
             for job in session.track(jobs, lib.name):
                 job()
@@ -228,8 +229,8 @@ class Run(NamedTuple):
         return peers
 
     def loads_only(self, arrays: Callable[[], Cache], traffic: float) -> dict[str, Contender]:
-        """Return the limit that only reads the pages, on CUDA."""
-        if self.session.device != "cuda":
+        """Return the limit that only reads the pages, for PyTorch on CUDA."""
+        if self.session.device != "cuda" or self.lib.name != "torch":
             return {}
         return {"loads only": Contender(arrays, caches.loads_only, traffic, attends=False)}
 
