@@ -128,6 +128,30 @@ def test_attention_gradient_of_a_query_ignores_keys_that_it_does_not_see(
     assert np.isfinite(arrays.library.read(grad)[[0, 1, 2, 4, 5, 8, 40]]).all()
 
 
+@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+@pytest.mark.parametrize("number", [np.inf, -np.inf])
+def test_attention_gradient_of_jax_loops_ignores_infinite_keys_that_are_not_seen(
+    number: float,
+) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = np.random.default_rng(0).standard_normal((3, 12, 1, 8)).astype(np.float32)
+    k[7] = number
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        queries = scree.from_lengths(q, [8, 4], max_length=8)
+        y, z = queries.with_values(k), queries.with_values(v)
+        out = scree.attention(queries, y, z, causal=True, kernel="loops").values
+        return jnp.sum(out[jnp.asarray([0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11])])
+
+    got, expected = (
+        jax.grad(loss)(*(jnp.asarray(x) for x in (q, keys, v)))
+        for keys in (k, np.where(np.isfinite(k), k, 0))
+    )
+    np.testing.assert_allclose(np.delete(got, 7, 0), np.delete(expected, 7, 0), rtol=1e-5)
+
+
 def gradients(q: Any, k: Any, v: Any, grad: Any, mask: Any, scale: float) -> tuple[Any, Any, Any]:
     """Return the gradients of one row in float64, one head of queries at a time."""
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))

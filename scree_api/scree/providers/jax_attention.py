@@ -252,13 +252,13 @@ def _transposed_matmul(x: Any, y: Any) -> Any:
     return _product(x, _merge_groups(y))[..., None, :]
 
 
-def _without_nan(x: Any) -> Any:
-    """Return `x` with 0 for NaN.
+def _zero_nonfinite(x: Any) -> Any:
+    """Return `x` with 0 for NaN and infinite numbers.
 
-    A pair that is not visible has the gradient 0, but 0 * NaN is NaN. Visible pairs keep their NaN,
-    because their score is NaN.
+    A pair that is not visible has the gradient 0, but 0 * NaN and 0 * inf are NaN. Visible pairs with a
+    score of NaN or +inf keep their NaN, because their weight is NaN.
     """
-    return jnp.where(jnp.isnan(x), 0.0, x)
+    return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
 def _weighted_sum(weights: Any, v: Any, visible: Any, is_finite: bool) -> Any:
@@ -368,9 +368,9 @@ def _gradients_of_tiles(
         if options.softcap is not None:
             score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
         score_grads = score_grads * options.scale
-        dk = dk + _transposed_matmul(score_grads, _without_nan(q))
+        dk = dk + _transposed_matmul(score_grads, _zero_nonfinite(q))
         dv = dv + _transposed_matmul(weights, grad)
-        return (dk, dv), (_matmul(score_grads, _without_nan(k)),)
+        return (dk, dv), (_matmul(score_grads, _zero_nonfinite(k)),)
 
     def finish(state: tuple[Any, Any]) -> tuple[Any, Any]:
         return state[0].astype(dtype), state[1].astype(dtype)
