@@ -152,6 +152,19 @@ def test_attention_gradient_of_jax_loops_ignores_infinite_keys_that_are_not_seen
     np.testing.assert_allclose(np.delete(got, 7, 0), np.delete(expected, 7, 0), rtol=1e-5)
 
 
+@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+def test_attention_of_jax_loops_rejects_deterministic_on_gpus_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import jax
+
+    x = scree.from_lengths(jax.numpy.ones((5, 1, 8)), [2, 3])
+    scree.attention(x, x, x, deterministic=True, kernel="loops")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="no fixed order"):
+        scree.attention(x, x, x, deterministic=True, kernel="loops")
+
+
 def gradients(q: Any, k: Any, v: Any, grad: Any, mask: Any, scale: float) -> tuple[Any, Any, Any]:
     """Return the gradients of one row in float64, one head of queries at a time."""
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
