@@ -184,10 +184,14 @@ assert sums.sum(dtype=np.int32) == np.sum(words, dtype=np.int32) and sums.shape 
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
 
 
-@pytest.mark.parametrize(("library", "names"), [("torch", ["loads only"]), ("jax", [])])
-def test_loads_only_on_cuda_is_timed_for_torch_only(library, names):
-    run = decode.Run(SimpleNamespace(device="cuda"), SimpleNamespace(name=library), "", None, 0)
-    assert list(run.loads_only(cache_of, 1.0)) == names
+@pytest.mark.parametrize(
+    ("device", "library", "names"),
+    [("cuda", "torch", ["loads only"]), ("cuda", "jax", []), ("cpu", "torch", [])],
+)
+def test_loads_only_is_a_contender_of_pytorch_on_cuda(device, library, names):
+    session, lib = SimpleNamespace(device=device), SimpleNamespace(name=library)
+    run = decode.Run(session, lib, "float16", decode.TINY, seed=0)
+    assert list(run.loads_only(lambda: None, 1.0)) == names
 
 
 def test_ratios_of_random_shapes_name_the_worst():

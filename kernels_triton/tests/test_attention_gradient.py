@@ -249,3 +249,30 @@ def test_unaligned_call_after_aligned_ones_takes_another_config(
     for others in results[1:]:
         for x, y in zip(results[0], others):
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_differentiated", "return_lse", "has_run_dense"),
+    [
+        (torch.float16, True, False, True),
+        (torch.float16, True, True, False),
+        (torch.float16, False, False, False),
+        (torch.float32, True, False, False),
+    ],
+)
+def test_run_dense_serves_aligned_calls_in_which_only_dense_arrays_differ(
+    dtype, is_differentiated, return_lse, has_run_dense
+):
+    """The precision of float32 products can differ too; a log-sum-exp is transposed after the call."""
+    x = torch.randn(7, 1, 16).to(DEVICE, dtype).requires_grad_(is_differentiated)
+    q = scree.from_lengths(x, [3, 4])
+    run = interface.prepare_run(AttentionCall(q, q, q, return_lse=return_lse))
+    result = run(q, q, q, None)
+    run_dense = getattr(run, "run_dense", None)
+    assert (run_dense is not None) == has_run_dense
+    if run_dense is not None:
+        out = run_dense(x, x, x)
+        assert out.requires_grad and torch.equal(out, result.values)
+        with torch.no_grad():
+            out = run_dense(x, x, x)
+        assert not out.requires_grad and torch.equal(out, result.values)

@@ -172,6 +172,16 @@ CAUSAL = dict(
 )
 
 
+def test_sm90_tiles_few_full_tiles_keep_the_forward_of_narrow_parts():
+    """Other heads take the tiles of few tiles."""
+    full, few, usual = (
+        [tile_configs.sm90_tiles(2, x, x, kind) for x in (64, 96, 128)]
+        for kind in ("few full tiles", "few tiles", "usual")
+    )
+    assert full[::2] == few[::2]
+    assert (full[1].forward, full[1].dq) == (usual[1].forward, few[1].dq)
+
+
 def test_sm90_forward_tiles_have_a_multiple_of_64_keys():
     """In causal rows, the kernel masks the last block of 64 queries only."""
     batches = [x for kinds in tile_configs.SM90_BATCH_TILES.values() for x in kinds.values()]
@@ -350,6 +360,9 @@ def test_get_launch_config_long_rows_selects_their_tiles(
         ((2645, *(800,) * 47), 8, (UNBOUNDED, 0), "usual"),
         ((30129,), 12, (57, 0), "usual"),
         ((2300,), 4, (57, 0), "few tiles"),
+        ((600, 180), 65, (UNBOUNDED, 0), "few full tiles"),
+        ((600, 180), 32, (UNBOUNDED, 0), "few tiles"),  # fewer tiles of 192 queries than SMs
+        ((600, *(100,) * 5), 40, (UNBOUNDED, 0), "few tiles"),  # the mean row has 183 tokens
     ],
 )
 def test_get_launch_config_few_tiles_depends_on_the_longest_tile(

@@ -541,6 +541,45 @@ def test_append_paged_token_beyond_the_pages_is_not_written(is_dense, rope):
         assert sorted({(i, j) for i, j, *_ in x.nonzero().tolist()}) == sorted(places)
 
 
+@pytest.mark.parametrize("argument", ["q", "k_pages", "v_pages"])
+def test_paged_attention_after_the_same_call_without_gradients_has_gradients(argument):
+    """The kernel serves such arrays under `no_grad`, and no guard of the call cache sees this mode."""
+    caches, table, lengths, _ = make_cache((9, 16), 16, 2, (16, 16), torch.float32)
+    caches = [x.nan_to_num() for x in caches]
+    q, _ = make_queries((1, 1), 4, 16, torch.float32)
+    arrays = {"q": q.values, "k_pages": caches[0], "v_pages": caches[1]}
+    array = arrays[argument].requires_grad_()
+
+    def attend():
+        k_pages, v_pages = arrays["k_pages"], arrays["v_pages"]
+        return scree.paged_attention(
+            q.with_values(arrays["q"]), k_pages, v_pages, table, lengths
+        ).values
+
+    (expected_grad,) = torch.autograd.grad(attend().sum(), array)
+    with torch.no_grad():
+        outputs = [attend() for _ in range(2)]
+    assert not any(out.requires_grad for out in outputs)
+    (grad,) = torch.autograd.grad(attend().sum(), array)
+    torch.testing.assert_close(grad, expected_grad)
+
+
+def test_append_paged_after_the_same_call_without_gradients_has_gradients():
+    caches, table, lengths, _ = make_cache((8, 8), 4, 2, (16, 16), torch.float32)
+    k = scree.from_lengths(draw(2, 2, 16, dtype=torch.float32, seed=1), [1, 1])
+    q = k.with_values(draw(2, 4, 16, dtype=torch.float32, seed=2).requires_grad_())
+
+    def rotate():
+        return scree.append_paged(*caches, k, k, table, lengths, q=q, rope={})[2].values
+
+    (expected_grad,) = torch.autograd.grad(rotate().sum(), q.values)
+    with torch.no_grad():
+        outputs = [rotate() for _ in range(2)]
+    assert not any(out.requires_grad for out in outputs)
+    (grad,) = torch.autograd.grad(rotate().sum(), q.values)
+    torch.testing.assert_close(grad, expected_grad)
+
+
 def test_strided_caches_and_heads_in_front():
     dtype = torch.float32
     (k, v), table, lengths, rows = make_cache((50, 20), 16, 2, (16, 16), dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -151,9 +152,12 @@ class Passive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", [
-    Passive, lambda: FakeTensorMode(allow_non_fake_inputs=True), lambda: FlopCounterMode(display=False)
+    Passive,
+    lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    lambda: FlopCounterMode(display=False),
+    forward_ad.dual_level,
 ])  # fmt: skip
-def test_prepared_kernel_does_not_run_under_a_dispatch_mode(
+def test_prepared_kernel_does_not_run_under_a_mode_that_intercepts_calls(
     asked: list[Any], mode: Callable[[], Any]
 ) -> None:
     q = rows([0, 2, 5])
@@ -166,6 +170,15 @@ def test_prepared_kernel_does_not_run_under_a_dispatch_mode(
     assert len(asked) == 2
     scree.attention(q, k, v)
     assert len(asked) == 2
+
+
+def test_explain_of_a_cached_call_names_the_kernel(asked: list[Any]) -> None:
+    q = rows([0, 2, 5])
+    k, v = like(q), like(q)
+    for _ in range(2):
+        scree.attention(q, k, v)
+    assert len(asked) == 1
+    assert scree.explain("attention", q, k, v).provider == "mine"
 
 
 def test_prepared_kernel_runs_only_on_its_stream(asked: list[Any]) -> None:

@@ -32,6 +32,7 @@ from test_transforms import (
     weights,
 )
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import scree
@@ -192,6 +193,28 @@ def test_first_call_of_a_process_compiles() -> None:
         [sys.executable, "-W", "ignore", "-c", COLD], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_attention_in_forward_mode_has_the_directional_derivative(is_paged: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, direction = torch.randn(2, 7, 2, 8, generator=generator, dtype=torch.float64)
+    caches = torch.randn(2, 8, 4, 2, 8, generator=generator, dtype=torch.float64)
+    pages, lengths = torch.arange(8)[:7, None], torch.tensor([1, 2, 3, 4, 1, 2, 3])
+    x = scree.from_lengths(values, [1] * 7 if is_paged else [3, 4])
+
+    def attend(values: torch.Tensor) -> torch.Tensor:
+        q = x.with_values(values)
+        if is_paged:
+            return scree.paged_attention(q, *caches, pages, lengths).values
+        return scree.attention(q, x, x, causal=True).values
+
+    step = 1e-6 * direction
+    expected = (attend(values + step) - attend(values - step)) / 2e-6
+    with forward_ad.dual_level():
+        out = attend(forward_ad.make_dual(values, direction))
+        tangent = forward_ad.unpack_dual(out).tangent
+        torch.testing.assert_close(tangent, expected, rtol=1e-6, atol=1e-8)
 
 
 def test_index_that_reads_offsets_names_the_reason_under_compile() -> None:

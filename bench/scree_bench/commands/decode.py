@@ -180,9 +180,8 @@ def command(
                 continue
             run = Run(session, lib, dtype, sizes, seed)
             kinds_of_lib = [x for x in chosen if lib.name != "jax" or x in JAX_KINDS]
-            for kind in chosen:
-                if kind not in kinds_of_lib:
-                    session.leave_out(f"{kind} on jax", "runs on the other libraries only")
+            for kind in (x for x in chosen if x not in kinds_of_lib):
+                session.leave_out(f"{kind} on jax", "runs on the other libraries only")
             jobs = [job for kind in kinds_of_lib for job in KINDS[kind](run)]
             for job in session.track(jobs, lib.name):
                 job()

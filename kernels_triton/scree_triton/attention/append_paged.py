@@ -437,7 +437,7 @@ def append_paged(call: Any) -> tuple[Any, ...]:
     """Compute an `AppendPagedCall`."""
     q, values = call.q, (call.k.values, call.v.values, None if call.q is None else call.q.values)
     if not uses_operators(call.k_pages, call.v_pages, *values):
-        append = prepare_append_paged(call)
+        append = _prepare_call(call)
         arrays = call.k_pages, call.v_pages, call.page_table, call.kv_lengths
         return append(call.k, call.v, q, *arrays, *call.tables)  # type: ignore[no-any-return]
     caches, table = (call.k_pages, call.v_pages), call.page_table
@@ -446,8 +446,20 @@ def append_paged(call: Any) -> tuple[Any, ...]:
     return caches if q is None else (*caches, q.with_values(out))
 
 
-def prepare_append_paged(call: Any) -> Callable[..., Any]:
-    """Return a function for calls with the same metadata."""
+def prepare_append_paged(call: Any) -> Callable[..., Any] | None:
+    """Return a function for calls with the same metadata.
+
+    None if an array requires a gradient: the kernel takes such calls only while gradients are
+    disabled, which no guard of the call cache checks.
+    """
+    arrays = call.k.values, call.v.values, None if call.q is None else call.q.values
+    if any(x is not None and x.requires_grad for x in (*arrays, call.k_pages, call.v_pages)):
+        return None
+    return _prepare_call(call)
+
+
+def _prepare_call(call: Any) -> Callable[..., Any]:
+    """Return a function for calls with the same metadata, in this grad mode."""
     rotation = _rotation_of(call)
     # Whether the page table is dense -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}

@@ -18,6 +18,7 @@ from ..sm90.pipeline import (
     columns_layout,
     fetch_tile,
     head_coordinate,
+    load_parts,
     load_slot,
     load_tile,
     operand_parts,
@@ -367,7 +368,8 @@ def _dkdv_consumer(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
-    KV_IN_REGISTERS: gl.constexpr,
+    K_IN_REGISTERS: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr,
     SKIP_BLOCKS: gl.constexpr,
     IN_FLOAT32: gl.constexpr,
     PING_PONG: gl.constexpr,
@@ -400,9 +402,8 @@ def _dkdv_consumer(
     while seqlen_k > 0:
         k = operand_parts(k_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS, HEAD_DIM)
         v = operand_parts(v_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS_V, HEAD_DIM_V)
-        if KV_IN_REGISTERS:
-            k = (k[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
-            v = (v[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
+        k = load_parts(k, K_IN_REGISTERS, LAYOUT_S)
+        v = load_parts(v, V_IN_REGISTERS, LAYOUT_S)
         m_block_min, m_block_max = get_m_block_min_max(
             start_n,
             seqlen_k,
@@ -687,7 +688,8 @@ def attention_dkdv_sm90_kernel(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
-    KV_IN_REGISTERS: gl.constexpr,
+    K_IN_REGISTERS: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr,
     SKIP_BLOCKS: gl.constexpr,
     IN_FLOAT32: gl.constexpr,
     PING_PONG: gl.constexpr,
@@ -698,8 +700,9 @@ def attention_dkdv_sm90_kernel(
     per split. With more than one split they are float32, and `attention_sum_splits_kernel` adds
     them up.
 
-    KV_IN_REGISTERS
-        Keys and values stay in registers, which halves the shared-memory reads of the scores.
+    K_IN_REGISTERS, V_IN_REGISTERS
+        The number of parts of keys and values that stay in registers. Their products read half as much
+        shared memory.
     SKIP_BLOCKS
         A warp group skips blocks of which it needs nothing.
     IN_FLOAT32
@@ -784,7 +787,8 @@ def attention_dkdv_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        KV_IN_REGISTERS,
+                        K_IN_REGISTERS,
+                        V_IN_REGISTERS,
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
@@ -841,7 +845,8 @@ def attention_dkdv_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        KV_IN_REGISTERS,
+                        K_IN_REGISTERS,
+                        V_IN_REGISTERS,
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
@@ -873,7 +878,8 @@ def attention_dkdv_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        KV_IN_REGISTERS,
+                        K_IN_REGISTERS,
+                        V_IN_REGISTERS,
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
@@ -930,7 +936,8 @@ def attention_dkdv_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        KV_IN_REGISTERS,
+                        K_IN_REGISTERS,
+                        V_IN_REGISTERS,
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
@@ -962,7 +969,8 @@ def attention_dkdv_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        KV_IN_REGISTERS,
+                        K_IN_REGISTERS,
+                        V_IN_REGISTERS,
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
@@ -994,7 +1002,8 @@ def attention_dkdv_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        KV_IN_REGISTERS,
+                        K_IN_REGISTERS,
+                        V_IN_REGISTERS,
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,

@@ -160,10 +160,11 @@ def _batch_kind(
     max_seqlen = layout.max_seqlen
     if max_seqlen >= UNBOUNDED:
         return "usual"
+    num_rows = layout.cu_seqlens_q.shape[0] - 1
     if max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES:
-        return "few tiles"
+        fills_tiles = total_q >= max(LARGE_TILE * num_rows, LARGE_TILE * SM_COUNT / heads)
+        return "few full tiles" if fills_tiles else "few tiles"
     if max_seqlen <= SHORTEST_SEQLEN:
-        num_rows = layout.cu_seqlens_q.shape[0] - 1
         return "short rows" if total_q <= SHORTEST_MEAN_SEQLEN * num_rows else "usual"
     work = layout, total_q, total_k, heads, spec
     # A compiled model passes SHORT_SEQLEN + 1 for shorter rows.

@@ -511,7 +511,7 @@ class _LaunchConfig:
         stride_qt, stride_qh, _ = q.stride()
         stride_kp, stride_kt, stride_kh, _ = (0,) * (4 - k.ndim) + k.stride()
         stride_vp, stride_vt, stride_vh, _ = (0,) * (4 - v.ndim) + v.stride()
-        # Of a row of a dense table, or of all rows of a ragged one.
+        # The pages of one row of a dense table, or of all rows of a ragged one.
         num_pages = pages.shape[1] if pages.ndim == 2 else pages.numel()
         capacity = min(num_pages * shape.page_size, _MAX_LENGTH)
         numbers = dict(
@@ -768,10 +768,18 @@ def rejects(call: Any) -> str | None:
         return f"the Triton kernels take up to {_MAX_ROWS} query heads per key head"
     if call.alibi_slopes is not None and call.alibi_slopes.ndim == 2:
         return "the Triton kernels take ALiBi slopes per head, not per row and head"
-    arrays = q, k, v, call.alibi_slopes, call.k_scale, call.v_scale
-    if needs_gradient(*(x for x in arrays if isinstance(x, torch.Tensor))):
+    if needs_gradient(*_differentiable_arrays(call)):
         return "the Triton kernels compute no gradients of attention to a cache"
     return None
+
+
+def _differentiable_arrays(call: Any) -> list[torch.Tensor]:
+    """Return the arrays of a call that can require a gradient."""
+    arrays = (
+        *(call.q.values, call.k_pages, call.v_pages),
+        *(call.alibi_slopes, call.k_scale, call.v_scale),
+    )
+    return [x for x in arrays if isinstance(x, torch.Tensor)]
 
 
 def note(call: Any) -> str | None:
@@ -863,8 +871,14 @@ def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
     return attend
 
 
-def prepare_paged_attention(call: Any) -> Callable[..., Any]:
-    """Return a function for calls with the same metadata."""
+def prepare_paged_attention(call: Any) -> Callable[..., Any] | None:
+    """Return a function for calls with the same metadata.
+
+    None if an array requires a gradient: the kernels take such calls only while gradients are
+    disabled, which no guard of the call cache checks.
+    """
+    if any(x.requires_grad for x in _differentiable_arrays(call)):
+        return None
     spec, has_slopes = _spec_of(call), call.alibi_slopes is not None
     has_scales = any(isinstance(x, torch.Tensor) for x in (call.k_scale, call.v_scale))
     kv_heads, dtype = call.k_pages.shape[2], call.q.values.dtype

@@ -153,6 +153,10 @@ class Sm90Config(LaunchConfig):
             for x in (False, True)
         ]
         m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dkdv
+        k_in_registers = v_in_registers = int(width == 64 and causal and not rows.merged)
+        is_masked = causal or window or rows.merged
+        if (block_d, parts) == (64, 3) and self.tiles.split_dkdv and not is_masked:
+            k_in_registers = 2  # dK and dV have a launch each, which leaves registers
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
         self.dkdv_launches, self.dkdv_split_launches = (
             [
@@ -169,7 +173,8 @@ class Sm90Config(LaunchConfig):
                         CONSUMERS=n // 64,
                         MERGED=rows.merged,
                         **features,
-                        KV_IN_REGISTERS=width == 64 and causal and not rows.merged,
+                        K_IN_REGISTERS=k_in_registers,
+                        V_IN_REGISTERS=v_in_registers,
                         SKIP_BLOCKS=width != 128,
                         IN_FLOAT32=in_float32,
                         PING_PONG=n // 64 if ping_pong else 1,

@@ -74,11 +74,14 @@ SM90_TILES = {
 }
 
 #: The lengths and the number of rows by which a batch has tiles of its own, see `SM90_BATCH_TILES`.
-BatchKind = Literal["usual", "few tiles", "short rows", "long rows", "two long rows"]
+BatchKind = Literal[
+    "usual", "few tiles", "few full tiles", "short rows", "long rows", "two long rows"
+]
 
 #: A batch has few tiles if its rows are known to have at most SHORT_SEQLEN tokens, and it has at most
 #: FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last tile matters,
-#: and some kernels take smaller tiles.
+#: and some kernels take smaller tiles. It has few full tiles if every SM gets a tile of LARGE_TILE queries,
+#: and the mean row fills one. Then smaller tiles of heads in narrow parts cost more loads than they save.
 SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
 #: A batch with a longer row and a head_dim of at most SMALL_TILE_HEAD_DIM has few tiles if its work per
 #: SM, times SMALL_TILE_COST, is less than one tile of LARGE_TILE queries of its longest row. Smaller tiles
@@ -109,6 +112,7 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
         "few tiles": SM90_TILES[2, 96]._replace(
             forward=Sm90Tile(64, 64, 3, 2, 2), dq=Sm90Tile(128, 64, 3, 2)
         ),
+        "few full tiles": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
         "short rows": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
     },
     SM90_TILES[2, 128]: {
@@ -200,6 +204,8 @@ def sm90_tiles(
     kinds = SM90_BATCH_TILES.get(tiles, {})
     if batch_kind == "two long rows" and batch_kind not in kinds:
         batch_kind = "long rows"
+    if batch_kind == "few full tiles" and batch_kind not in kinds:
+        batch_kind = "few tiles"
     return kinds.get(batch_kind, tiles)
 
 

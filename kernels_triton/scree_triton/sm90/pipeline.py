@@ -228,6 +228,21 @@ def operand_parts(ring, slot, PARTS: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
+def load_parts(parts, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load the first COUNT parts of an operand into registers, as the left side of a product.
+
+    The product then reads only its right side from shared memory.
+    """
+    loaded = ()
+    for p in gl.static_range(len(parts)):
+        if p < COUNT:
+            loaded += (parts[p].load(gl.DotOperandLayout(0, LAYOUT, 2)),)
+        else:
+            loaded += (parts[p],)
+    return loaded
+
+
+@gluon.jit
 def _zeros(rows: gl.constexpr, LAYOUT: gl.constexpr):
     COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
     return gl.zeros([rows, COLUMNS], gl.float32, LAYOUT)

@@ -19,6 +19,8 @@ def rejects(call: AttentionCall) -> str | None:
     """Return why PyTorch's fused CPU kernel does not take the call."""
     if call.q.layout.backend is not BACKEND:
         return "the fused kernel takes torch tensors only"
+    if BACKEND.is_forward_mode():
+        return "the fused kernel has no derivative in forward mode"
     if call.q.values.device.type != "cpu":
         return "rows of equal length are found only on the CPU, where reading the lengths is free"
     if (

@@ -24,6 +24,8 @@ def rejects(call: PagedAttentionCall) -> str | None:
     tensors = call.q.values, call.k_pages, call.v_pages
     if any(is_functorch_wrapped_tensor(x) for x in tensors):
         return "the kernel copies into buffers, which torch.func cannot transform"
+    if BACKEND.is_forward_mode():
+        return "the fused kernel has no derivative in forward mode"
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "the kernel copies into buffers, which have no gradient"
     return None
