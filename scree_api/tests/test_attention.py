@@ -129,9 +129,10 @@ def test_attention_gradient_of_a_query_ignores_keys_that_it_does_not_see(
 
 
 @pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
-@pytest.mark.parametrize("number", [np.inf, -np.inf])
-def test_attention_gradient_of_jax_loops_ignores_infinite_keys_that_are_not_seen(
-    number: float,
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_attention_gradient_of_jax_loops_ignores_nonfinite_keys_that_are_not_seen(
+    number: float, softcap: float | None
 ) -> None:
     import jax
     import jax.numpy as jnp
@@ -142,7 +143,7 @@ def test_attention_gradient_of_jax_loops_ignores_infinite_keys_that_are_not_seen
     def loss(q: Any, k: Any, v: Any) -> Any:
         queries = scree.from_lengths(q, [8, 4], max_length=8)
         y, z = queries.with_values(k), queries.with_values(v)
-        out = scree.attention(queries, y, z, causal=True, kernel="loops").values
+        out = scree.attention(queries, y, z, causal=True, softcap=softcap, kernel="loops").values
         return jnp.sum(out[jnp.asarray([0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11])])
 
     got, expected = (
