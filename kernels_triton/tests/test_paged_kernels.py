@@ -460,7 +460,7 @@ def test_one_row_of_changing_length_reads_only_pages_in_use(page_size, options, 
     numbers = torch.cat([table.values, unused])
     page_table = numbers[None] if is_dense else scree.from_lengths(numbers, [len(numbers)])
     q, queries = make_queries((1,), 4, 16, torch.float32)
-    for length in (500, 499, 300, 64, 1):
+    for length in (500, 499, 300, 64, 1, 0):
         lengths.fill_(length)
         got = scree.paged_attention(
             q, *caches, page_table, lengths, return_lse=True, kernel="triton", **options

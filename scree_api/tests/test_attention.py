@@ -129,9 +129,10 @@ def test_attention_gradient_of_a_query_ignores_keys_that_it_does_not_see(
 
 
 @pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
-@pytest.mark.parametrize("number", [np.inf, -np.inf])
-def test_attention_gradient_of_jax_loops_ignores_infinite_keys_that_are_not_seen(
-    number: float,
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_attention_gradient_of_jax_loops_ignores_nonfinite_keys_that_are_not_seen(
+    number: float, softcap: float | None
 ) -> None:
     import jax
     import jax.numpy as jnp
@@ -142,7 +143,7 @@ def test_attention_gradient_of_jax_loops_ignores_infinite_keys_that_are_not_seen
     def loss(q: Any, k: Any, v: Any) -> Any:
         queries = scree.from_lengths(q, [8, 4], max_length=8)
         y, z = queries.with_values(k), queries.with_values(v)
-        out = scree.attention(queries, y, z, causal=True, kernel="loops").values
+        out = scree.attention(queries, y, z, causal=True, softcap=softcap, kernel="loops").values
         return jnp.sum(out[jnp.asarray([0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11])])
 
     got, expected = (
@@ -150,6 +151,19 @@ def test_attention_gradient_of_jax_loops_ignores_infinite_keys_that_are_not_seen
         for keys in (k, np.where(np.isfinite(k), k, 0))
     )
     np.testing.assert_allclose(np.delete(got, 7, 0), np.delete(expected, 7, 0), rtol=1e-5)
+
+
+@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+def test_attention_of_jax_loops_rejects_deterministic_on_gpus_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import jax
+
+    x = scree.from_lengths(jax.numpy.ones((5, 1, 8)), [2, 3])
+    scree.attention(x, x, x, deterministic=True, kernel="loops")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="no fixed order"):
+        scree.attention(x, x, x, deterministic=True, kernel="loops")
 
 
 def gradients(q: Any, k: Any, v: Any, grad: Any, mask: Any, scale: float) -> tuple[Any, Any, Any]:

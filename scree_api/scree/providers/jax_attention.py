@@ -363,11 +363,11 @@ def _gradients_of_tiles(
         visible = jnp.swapaxes(visible, 1, 2)[:, :, None, :]
         scores = _scores(options, q, k)
         weights = jnp.where(visible, jnp.exp(scores - lse), 0.0)
-        # A weight of 0 times NaN is NaN.
-        score_grads = jnp.where(visible, weights * (_matmul_transposed(grad, v) - delta), 0.0)
+        score_grads = weights * (_matmul_transposed(grad, v) - delta)
         if options.softcap is not None:
             score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
-        score_grads = score_grads * options.scale
+        # A weight of 0 times NaN is NaN, so the mask comes last.
+        score_grads = jnp.where(visible, score_grads * options.scale, 0.0)
         dk = dk + _transposed_matmul(score_grads, _zero_nonfinite(q))
         dv = dv + _transposed_matmul(weights, grad)
         return (dk, dv), (_matmul(score_grads, _zero_nonfinite(k)),)
