@@ -103,6 +103,43 @@ def test_chunks(small_chunks, dtype, reduction, bias):
             assert distance(got, expected * factor) <= 2 * distance(other, expected) + floor
 
 
+@pytest.mark.parametrize(
+    ("small_chunks", "bias"), [((4, 100), False), ((4, 0), True)], indirect=["small_chunks"]
+)
+@pytest.mark.parametrize("classes", [5, 24, *range(25, 32)])
+def test_linear_cross_entropy_any_number_of_classes_agrees_with_float64(
+    small_chunks, bias, classes
+):
+    """The last classes have products of their own, in one pass and in two."""
+    parts = problem([3, 0, 4, 2], 16, classes, HALF, bias)
+    right, rough = (exact(*parts, "sum", d) for d in (torch.float64, HALF))
+    leaves = [p for p in (parts[0].values, *parts[1:3]) if p is not None]
+    loss = scree.linear_cross_entropy(
+        *parts[:2], parts[3], parts[2], reduction="sum", kernel="triton"
+    )
+    results = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    floor = {f16: 3e-4, bf16: 2.4e-3}[HALF]
+    for got, expected, other in zip(results, right, rough, strict=True):
+        assert distance(got, expected) <= 2 * distance(other, expected) + floor
+
+
+@pytest.mark.parametrize(
+    ("classes", "dtype", "sizes"),
+    [
+        (7, f16, [7]),
+        (16, f16, [16]),
+        (50257, bf16, [50256, 1]),
+        (31, f16, [24, 7]),
+        (31, f32, [31]),
+    ],
+)
+def test_aligned_blocks_cover_all_classes(classes, dtype, sizes):
+    logits = torch.empty((1, classes), dtype=dtype)
+    blocks = linear_cross_entropy.aligned_blocks(logits)
+    assert [logits[:, block].shape[1] for block in blocks] == sizes
+    assert torch.equal(torch.cat([torch.arange(classes)[b] for b in blocks]), torch.arange(classes))
+
+
 def test_only_the_gradients_that_are_wanted(small_chunks):
     x, weight, bias, targets = problem([5, 3], 16, 20, f32)
     weight.requires_grad_(False)
