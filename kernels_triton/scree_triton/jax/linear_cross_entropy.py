@@ -23,6 +23,8 @@ MIN_TOKENS = 1024
 #: The most parts without `max_logits`, unless a part would have more logits than `MAX_LOGITS`.
 MAX_PARTS = 12
 MAX_LOGITS = 1 << 28
+#: Products with other sizes are slower. XLA pads their operands and slices their results.
+ALIGNED_SIZE = 8
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -31,6 +33,7 @@ class Static(NamedTuple):
 
     part_size: int
     """The tokens per part; the last part is padded."""
+    classes: int
     ignore_index: int
 
 
@@ -59,24 +62,30 @@ def linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
     targets = jnp.where(counted, call.labels, call.ignore_index).astype(jnp.int32)
     # Tokens that do not count may hold anything.
     x = jnp.where(counted[:, None], call.values, 0)
-    static = Static(_part_size(call), call.ignore_index)
+    static = Static(_part_size(call), call.weight.shape[0], call.ignore_index)
     loss = _sum_of_losses(static, *vary_alike([x, call.weight, targets]))
     if call.reduction == "sum":
         return loss
     return safe_divide(jnp, loss, jnp.sum(counted, dtype=jnp.int32).astype(loss.dtype))
 
 
+def _aligned_classes(weight: Any) -> int:
+    """Return the classes of the products, with the padding of 16-bit dtypes."""
+    classes = weight.shape[0]
+    return classes + -classes % ALIGNED_SIZE if weight.dtype.itemsize == 2 else classes
+
+
 def _part_size(call: LinearCrossEntropyCall) -> int:
     """Return the tokens per part."""
-    total, classes = call.values.shape[0], call.weight.shape[0]
+    total, classes = call.values.shape[0], _aligned_classes(call.weight)
     if call.max_logits is None:
         tokens = min(max(MIN_TOKENS, -(-total // MAX_PARTS)), MAX_LOGITS // classes)
     else:
         tokens = call.max_logits // classes
     parts = -(-total // max(1, tokens))
     size = -(-total // parts)
-    # Products with other sizes are slower. Only a part of one token may exceed the caller's limit.
-    aligned = size + -size % 8
+    # Only a part of one token may exceed the caller's limit.
+    aligned = size + -size % ALIGNED_SIZE
     return size if call.max_logits is not None and aligned > tokens else aligned
 
 
@@ -89,11 +98,19 @@ def _split(static: Static, x: Any, targets: Any) -> tuple[Any, Any]:
     return x.reshape(-1, size, x.shape[1]), targets.reshape(-1, size)
 
 
+def _pad_classes(weight: Any) -> Any:
+    """Return the weight with an aligned number of classes; their padding has a weight of 0."""
+    return jnp.pad(weight, ((0, _aligned_classes(weight) - weight.shape[0]), (0, 0)))
+
+
 def _loss_of_part(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, Any]:
-    """Return the sum of the losses, and a function that returns the gradient of the logits."""
+    """Return the sum of the losses, and a function that returns the gradient of the logits.
+
+    The logits of the padding of the weight have a gradient of 0.
+    """
     loss, pull = jax.vjp(
         lambda logits: scree.cross_entropy(
-            logits, targets, ignore_index=static.ignore_index, reduction="sum"
+            logits[:, : static.classes], targets, ignore_index=static.ignore_index, reduction="sum"
         ),
         x @ weight.T,
     )
@@ -116,12 +133,15 @@ def _forward(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, tu
         product = jnp.matmul(slope.T, tokens, preferred_element_type=jnp.float32)
         return weight_grad + product, (loss, slope @ weight)
 
+    # Losses alone are faster without: XLA pads their one product itself.
+    weight = _pad_classes(weight)
     zeros = jnp.zeros(weight.shape, jnp.float32)
     zeros, _ = vary_alike([zeros, weight])
     parts = _split(static, x, targets)
     weight_grad, (losses, x_grad) = jax.lax.scan(run_part, zeros, parts)
     x_grad = x_grad.reshape(-1, x.shape[1])[: x.shape[0]]
     # The last residual has the dtype of the weight, because the weight itself must not be kept.
+    weight_grad = weight_grad[: static.classes]
     return jnp.sum(losses), (x_grad, weight_grad, jnp.zeros((), weight.dtype))
 
 
