@@ -577,8 +577,8 @@ def decode_kernel(
     not read, and KV_LENGTHS has the offsets of their rows.
 
     ONE_ROW is for one query on one row of pages. Then the pages of a CTA are loaded together with the
-    lengths, for a row of `capacity` tokens. They are loaded again if the row turns out to be shorter by
-    so much that its blocks are cut elsewhere.
+    lengths, for a row of `capacity` tokens. They are loaded again if the row is so much
+    shorter that its blocks are cut elsewhere.
     """
     slot = tl.program_id(0) // (KV_HEADS // HEADS)
     head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
