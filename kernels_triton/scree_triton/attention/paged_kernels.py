@@ -585,8 +585,8 @@ def decode_kernel(
     if ONE_ROW:
         if PDL:
             gdc_launch_dependents()
-        row = n * 0
-        first = n * 0
+        row = tl.cast(0, tl.int32)
+        first = tl.cast(0, tl.int32)
         expected_total = tl.maximum(tl.cdiv(capacity, BLOCK_N), 1)
         expected_begin = _first_unit(expected_total, slot, SLOTS) * BLOCK_N
         expected_page = _load_pages(PAGES, expected_begin, capacity, HEADS, BLOCK_N, PAGE_SIZE)
