@@ -172,14 +172,24 @@ CAUSAL = dict(
 )
 
 
-def test_sm90_tiles_few_full_tiles_keep_the_forward_of_narrow_parts():
+def test_sm90_tiles_few_large_tiles_keep_the_forward_of_narrow_parts():
     """Other heads take the tiles of few tiles."""
-    full, few, usual = (
+    large, medium, few, usual = (
         [tile_configs.sm90_tiles(2, x, x, kind) for x in (64, 96, 128)]
-        for kind in ("few full tiles", "few tiles", "usual")
+        for kind in ("few large tiles", "few medium tiles", "few tiles", "usual")
     )
-    assert full[::2] == few[::2]
-    assert (full[1].forward, full[1].dq) == (usual[1].forward, few[1].dq)
+    assert large[::2] == medium[::2] == few[::2]
+    assert (large[1].forward, large[1].dq) == (usual[1].forward, few[1].dq)
+    assert (medium[1].forward.block_m, medium[1].dq) == (128, few[1].dq)
+
+
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, expected",
+    [(72, 72, True), (80, 80, True), (88, 88, False), (96, 64, True), (192, 192, True)],
+)
+def test_has_registers_for_queries_leaves_32_registers(head_dim, head_dim_v, expected):
+    tile = tile_configs.sm90_tiles(2, head_dim, head_dim_v).forward
+    assert tile_configs.has_registers_for_queries(tile, head_dim, head_dim_v) == expected
 
 
 def test_sm90_forward_tiles_have_a_multiple_of_64_keys():
@@ -360,9 +370,11 @@ def test_get_launch_config_long_rows_selects_their_tiles(
         ((2645, *(800,) * 47), 8, (UNBOUNDED, 0), "usual"),
         ((30129,), 12, (57, 0), "usual"),
         ((2300,), 4, (57, 0), "few tiles"),
-        ((600, 180), 65, (UNBOUNDED, 0), "few full tiles"),
-        ((600, 180), 32, (UNBOUNDED, 0), "few tiles"),  # fewer tiles of 192 queries than SMs
-        ((600, *(100,) * 5), 40, (UNBOUNDED, 0), "few tiles"),  # the mean row has 183 tokens
+        ((600, 180), 65, (UNBOUNDED, 0), "few large tiles"),
+        ((600, 180), 32, (UNBOUNDED, 0), "few medium tiles"),  # 189 queries per SM
+        ((600, 180), 21, (UNBOUNDED, 0), "few tiles"),  # 124 queries per SM
+        ((600, *(100,) * 5), 40, (UNBOUNDED, 0), "few large tiles"),  # the mean row has 183 tokens
+        ((600, *(30,) * 5), 40, (UNBOUNDED, 0), "few tiles"),  # the mean row has 125 tokens
     ],
 )
 def test_get_launch_config_few_tiles_depends_on_the_longest_tile(

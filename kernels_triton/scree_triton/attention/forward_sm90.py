@@ -27,6 +27,7 @@ from ..sm90.pipeline import (
     columns_layout,
     fetch_tile,
     head_coordinate,
+    load_parts,
     load_slot,
     load_tile,
     operand_parts,
@@ -405,6 +406,7 @@ def _forward_consumer(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
     WG_M: gl.constexpr = BLOCK_M // CONSUMERS
@@ -422,6 +424,10 @@ def _forward_consumer(
     while seqlen_q > 0:
         slot = (work_idx % Q_STAGES) * CONSUMERS + wg
         q = operand_parts(q_smem, slot, PARTS, HEAD_DIM)
+        if Q_IN_REGISTERS:
+            q = load_parts(q, PARTS, LAYOUT_S)
+            if not STORE_IN_Q_SMEM:
+                mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
         start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
         diagonal_offset = seqlen_k - seqlen_q
         n_block_max = get_n_block_max(
@@ -607,7 +613,7 @@ def _forward_consumer(
                     CONSUMERS,
                 )
                 step += 1
-        if not STORE_IN_Q_SMEM:
+        if not STORE_IN_Q_SMEM and not Q_IN_REGISTERS:
             mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
         p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
         if not MERGED:
@@ -707,6 +713,7 @@ def attention_forward_sm90_kernel(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
 ):
     """Compute OUT (total_q, heads, HEAD_DIM_V) and the natural log-sum-exp LSE (heads, total_q).
 
@@ -714,6 +721,8 @@ def attention_forward_sm90_kernel(
         The number of consumer warp groups, of 64 queries each: 1 where CTAs share an SM, up to 3.
     SAME_OFFSETS
         Queries and keys of causal rows have the same offsets.
+    Q_IN_REGISTERS
+        Queries stay in registers, so the scores read half as much shared memory.
     STORE_IN_Q_SMEM
         The output goes through the shared memory of its queries, which are as wide.
 
@@ -769,6 +778,7 @@ def attention_forward_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
+                        Q_IN_REGISTERS,
                         1,
                     ),
                 ),
@@ -804,6 +814,7 @@ def attention_forward_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
+                        Q_IN_REGISTERS,
                         1,
                     ),
                 ),
@@ -857,6 +868,7 @@ def attention_forward_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
+                        Q_IN_REGISTERS,
                         2,
                     ),
                 ),
@@ -884,6 +896,7 @@ def attention_forward_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
+                        Q_IN_REGISTERS,
                         2,
                     ),
                 ),
@@ -937,6 +950,7 @@ def attention_forward_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
+                        Q_IN_REGISTERS,
                         3,
                     ),
                 ),
@@ -964,6 +978,7 @@ def attention_forward_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
+                        Q_IN_REGISTERS,
                         3,
                     ),
                 ),
@@ -991,6 +1006,7 @@ def attention_forward_sm90_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
+                        Q_IN_REGISTERS,
                         3,
                     ),
                 ),

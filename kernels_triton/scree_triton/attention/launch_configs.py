@@ -31,6 +31,7 @@ from .tile_configs import (
     LARGE_TILE,
     LONG_SEQLEN,
     MANY_ROWS,
+    MEDIUM_TILE,
     MERGED_MEAN_SEQLEN,
     SHORT_SEQLEN,
     SHORTEST_MEAN_SEQLEN,
@@ -162,8 +163,10 @@ def _batch_kind(
         return "usual"
     num_rows = layout.cu_seqlens_q.shape[0] - 1
     if max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES:
-        fills_tiles = total_q >= max(LARGE_TILE * num_rows, LARGE_TILE * SM_COUNT / heads)
-        return "few full tiles" if fills_tiles else "few tiles"
+        queries_per_sm = total_q * heads / SM_COUNT
+        if 3 * total_q < 2 * LARGE_TILE * num_rows or queries_per_sm < MEDIUM_TILE:
+            return "few tiles"
+        return "few large tiles" if queries_per_sm >= LARGE_TILE else "few medium tiles"
     if max_seqlen <= SHORTEST_SEQLEN:
         return "short rows" if total_q <= SHORTEST_MEAN_SEQLEN * num_rows else "usual"
     work = layout, total_q, total_k, heads, spec

@@ -45,7 +45,14 @@ from .metadata import (
     are_strides_tma_addressable,
     to_base2,
 )
-from .tile_configs import SM90_TILES, BatchKind, Sm90Tile, head_parts, sm90_tiles
+from .tile_configs import (
+    SM90_TILES,
+    BatchKind,
+    Sm90Tile,
+    has_registers_for_queries,
+    head_parts,
+    sm90_tiles,
+)
 from .tile_scheduler import UNBOUNDED
 
 #: Elements per CTA of the kernel that sums over splits.
@@ -104,7 +111,12 @@ class Sm90Config(LaunchConfig):
         self.forward_heads_in_l2 = count_heads_in_l2(
             self.heads, 4 if width >= 128 else 8, self.group
         )
-        m, n, stages, own_stages, ctas_per_sm, _ = self.tiles.forward
+        m, n, stages, own_stages, ctas_per_sm, _, q_in_registers = self.tiles.forward
+        q_in_registers = (
+            q_in_registers
+            and not window
+            and has_registers_for_queries(self.tiles.forward, self.q.head_dim, self.v.head_dim)
+        )
         # Whether the kernel writes the output through the descriptor, instead of the pointer.
         self.stores_by_tma = own_stages > 1 and self.q.head_dim == self.v.head_dim
         self.forward_launch = Launch(
@@ -121,6 +133,7 @@ class Sm90Config(LaunchConfig):
                 SAME_OFFSETS=same_offsets and causal,
                 MERGED=rows.merged,
                 **features,
+                Q_IN_REGISTERS=q_in_registers,
             ),
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
@@ -128,7 +141,7 @@ class Sm90Config(LaunchConfig):
             unwritten=("OUT",) if self.stores_by_tma else ("o_desc",),
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
-        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dq
+        m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dq
         self.dq_launches = [
             Launch(
                 dq_sm90.attention_dq_sm90_kernel,
@@ -152,11 +165,13 @@ class Sm90Config(LaunchConfig):
             )
             for x in (False, True)
         ]
-        m, n, stages, own_stages, ctas_per_sm, ping_pong = self.tiles.dkdv
-        k_in_registers = v_in_registers = int(width == 64 and causal and not rows.merged)
-        is_masked = causal or window or rows.merged
-        if (block_d, parts) == (64, 3) and self.tiles.split_dkdv and not is_masked:
-            k_in_registers = 2  # dK and dV have a launch each, which leaves registers
+        m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dkdv
+        # Parts of keys and values in registers: in the launch of dK or of both, in the launch of dV.
+        count = int(width == 64 and causal and not rows.merged)
+        kv_in_registers = [(count, count)] * 2
+        if (block_d, parts) == (64, 3) and self.tiles.split_dkdv and not (window or rows.merged):
+            # Launches of their own leave registers. The launch of dV does not read values.
+            kv_in_registers = [(1, 1) if block_dv == 64 else (2, 0), (3, 0)]
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
         self.dkdv_launches, self.dkdv_split_launches = (
             [
@@ -173,8 +188,8 @@ class Sm90Config(LaunchConfig):
                         CONSUMERS=n // 64,
                         MERGED=rows.merged,
                         **features,
-                        K_IN_REGISTERS=k_in_registers,
-                        V_IN_REGISTERS=v_in_registers,
+                        K_IN_REGISTERS=kv_in_registers[not dk][0],
+                        V_IN_REGISTERS=kv_in_registers[not dk][1],
                         SKIP_BLOCKS=width != 128,
                         IN_FLOAT32=in_float32,
                         PING_PONG=n // 64 if ping_pong else 1,

@@ -30,7 +30,8 @@ class Sm90Tile(NamedTuple):
 
     `own_stages` are the stages of the side that the tile cuts: the queries in forward and dq, the
     keys in dkdv. `ctas_per_sm` is the number of CTAs that share an SM. `ping_pong` makes the warp
-    groups of dq or dkdv start their products one after another, as in every forward.
+    groups of dq or dkdv start their products one after another, as in every forward. With
+    `queries_in_registers`, the forward holds its queries there, see `has_registers_for_queries`.
     """
 
     block_m: int
@@ -39,6 +40,7 @@ class Sm90Tile(NamedTuple):
     own_stages: int
     ctas_per_sm: int = 1
     ping_pong: bool = False
+    queries_in_registers: bool = False
 
 
 class Sm90Tiles(NamedTuple):
@@ -63,11 +65,15 @@ def _sm90(forward: tuple, dq: tuple, dkdv: tuple, split_dkdv: bool = False) -> S
 SM90_TILES = {
     (2, 32): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
     (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2, 1, True)),
-    (2, 96): _sm90((192, 64, 4, 2, 1), (192, 64, 3, 1, 1, True), (64, 128, 3, 2, 1, True)),
+    (2, 96): _sm90(
+        (192, 64, 4, 2, 1, False, True), (192, 64, 3, 1, 1, True), (64, 128, 3, 2, 1, True)
+    ),
     (2, 128): _sm90((192, 64, 3, 2, 1), (128, 64, 3, 2), (64, 128, 3, 1)),
     (2, 160): _sm90((128, 128, 2, 1, 1), (128, 64, 2, 1), (32, 128, 4, 1)),
     (2, 192, 128): _sm90((192, 64, 3, 1, 1), (128, 64, 3, 1), (32, 128, 4, 1)),
-    (2, 192): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1), split_dkdv=True),
+    (2, 192): _sm90(
+        (128, 64, 3, 1, 1, False, True), (128, 64, 2, 1), (64, 128, 2, 1), split_dkdv=True
+    ),
     (2, 256): _sm90((128, 64, 2, 1, 1), (128, 32, 2, 1), (32, 128, 2, 1), split_dkdv=True),
     (4, 32): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
     (4, 64): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
@@ -75,14 +81,21 @@ SM90_TILES = {
 
 #: The lengths and the number of rows by which a batch has tiles of its own, see `SM90_BATCH_TILES`.
 BatchKind = Literal[
-    "usual", "few tiles", "few full tiles", "short rows", "long rows", "two long rows"
+    "usual",
+    "few tiles",
+    "few medium tiles",
+    "few large tiles",
+    "short rows",
+    "long rows",
+    "two long rows",
 ]
 
 #: A batch has few tiles if its rows are known to have at most SHORT_SEQLEN tokens, and it has at most
 #: FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last tile matters,
-#: and some kernels take smaller tiles. It has few full tiles if every SM gets a tile of LARGE_TILE queries,
-#: and the mean row fills one. Then smaller tiles of heads in narrow parts cost more loads than they save.
-SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
+#: and some kernels take smaller tiles. It has few medium or large tiles if every SM gets as many queries as
+#: such a tile has, and the mean row fills two thirds of a large one. Then smaller tiles of heads in narrow
+#: parts cost more loads than they save.
+SHORT_SEQLEN, FEW_QUERIES, MEDIUM_TILE = 1600, 512 * 132, 128
 #: A batch with a longer row and a head_dim of at most SMALL_TILE_HEAD_DIM has few tiles if its work per
 #: SM, times SMALL_TILE_COST, is less than one tile of LARGE_TILE queries of its longest row. Smaller tiles
 #: take longer for the same work.
@@ -112,7 +125,10 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
         "few tiles": SM90_TILES[2, 96]._replace(
             forward=Sm90Tile(64, 64, 3, 2, 2), dq=Sm90Tile(128, 64, 3, 2)
         ),
-        "few full tiles": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
+        "few medium tiles": SM90_TILES[2, 96]._replace(
+            forward=Sm90Tile(128, 64, 3, 2), dq=Sm90Tile(128, 64, 3, 2)
+        ),
+        "few large tiles": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
         "short rows": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
     },
     SM90_TILES[2, 128]: {
@@ -204,9 +220,26 @@ def sm90_tiles(
     kinds = SM90_BATCH_TILES.get(tiles, {})
     if batch_kind == "two long rows" and batch_kind not in kinds:
         batch_kind = "long rows"
-    if batch_kind == "few full tiles" and batch_kind not in kinds:
+    if batch_kind in ("few medium tiles", "few large tiles") and batch_kind not in kinds:
         batch_kind = "few tiles"
     return kinds.get(batch_kind, tiles)
+
+
+def _product_columns(head_dim: int) -> int:
+    """Return the columns of the products of a head; the last 16 of narrow parts may be left out."""
+    width, parts = head_parts(head_dim)
+    columns = width * parts
+    return columns - 16 if width == 32 and parts > 1 and head_dim <= columns - 16 else columns
+
+
+def has_registers_for_queries(tile: Sm90Tile, head_dim: int, head_dim_v: int) -> bool:
+    """Return whether 32 registers of a thread remain if a tile of the forward holds its queries there.
+
+    The 128 threads of a warp group have the float32 accumulators, scores and weights of 64 queries.
+    """
+    available = 240 if tile.block_m <= 128 else 160
+    sums = _product_columns(head_dim_v) + 2 * tile.block_n
+    return sums // 2 + _product_columns(head_dim) // 4 + 32 <= available
 
 
 # By bytes per element and padded head_dim. Measured on Hopper.
