@@ -114,6 +114,7 @@ VARIANTS = (
     Variant(torch.float16, 128, 128, {"window": (200, 60), "softcap": 20.0}),
     Variant(torch.float16, 32, 32, {}),
     Variant(torch.bfloat16, 192, 128, {"causal": True}),
+    Variant(torch.bfloat16, 192, 192, {"causal": True}),
     Variant(torch.bfloat16, 256, 256, {"causal": True}),
     Variant(torch.float32, 64, 64, {"causal": True}),
     Variant(torch.bfloat16, 0, 0, {}),
