@@ -185,9 +185,9 @@ def test_sm90_tiles_few_large_tiles_keep_the_forward_of_narrow_parts():
 
 @pytest.mark.parametrize(
     "head_dim, head_dim_v, expected",
-    [(72, 72, True), (80, 80, True), (88, 88, False), (96, 64, True), (192, 192, True)],
+    [(72, 72, True), (96, 96, True), (128, 96, False), (192, 192, True), (256, 256, False)],
 )
-def test_has_registers_for_queries_leaves_32_registers(head_dim, head_dim_v, expected):
+def test_has_registers_for_queries_leaves_24_registers(head_dim, head_dim_v, expected):
     tile = tile_configs.sm90_tiles(2, head_dim, head_dim_v).forward
     assert tile_configs.has_registers_for_queries(tile, head_dim, head_dim_v) == expected
 
@@ -368,7 +368,10 @@ def test_get_launch_config_long_rows_selects_their_tiles(
         ((8192,), 5, (UNBOUNDED, 0), "long rows"),
         ((2645, *(8,) * 47), 10, (UNBOUNDED, 0), "few tiles"),
         ((2645, *(800,) * 47), 8, (UNBOUNDED, 0), "usual"),
-        ((30129,), 12, (57, 0), "usual"),
+        ((30129,), 12, (57, 0), "small window"),
+        ((30129,), 12, (300, 82), "small window"),
+        ((30129,), 12, (300, 83), "usual"),
+        ((30129,), 12, (0, UNBOUNDED), "usual"),
         ((2300,), 4, (57, 0), "few tiles"),
         ((600, 180), 65, (UNBOUNDED, 0), "few large tiles"),
         ((600, 180), 32, (UNBOUNDED, 0), "few medium tiles"),  # 189 queries per SM

@@ -39,6 +39,7 @@ from .tile_configs import (
     SM_COUNT,
     SMALL_TILE_COST,
     SMALL_TILE_HEAD_DIM,
+    SMALL_WINDOW,
     BatchKind,
     Sm90Tiles,
     Tiles,
@@ -174,6 +175,8 @@ def _batch_kind(
     has_smaller_tiles = head_dim <= SMALL_TILE_HEAD_DIM and max_seqlen > SHORT_SEQLEN + 1
     if has_smaller_tiles and _has_long_tiles(*work, aligned=True):
         return "few tiles"
+    if max(spec.window_left, 0) + max(spec.window_right, 0) + 1 < SMALL_WINDOW:
+        return "small window"
     if spec.window_left < UNBOUNDED or not _has_long_rows(layout, total_k):
         return "usual"
     # In causal rows, queries before the first key attend to nothing, so tiles have less work.

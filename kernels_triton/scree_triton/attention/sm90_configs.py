@@ -114,7 +114,9 @@ class Sm90Config(LaunchConfig):
         m, n, stages, own_stages, ctas_per_sm, _, q_in_registers = self.tiles.forward
         q_in_registers = (
             q_in_registers
-            and not window
+            and not (softcap or alibi)
+            # Tiles of a window are short. Then it helps to free the only slot of queries early.
+            and (not window or own_stages == 1)
             and has_registers_for_queries(self.tiles.forward, self.q.head_dim, self.v.head_dim)
         )
         # Whether the kernel writes the output through the descriptor, instead of the pointer.

@@ -86,6 +86,7 @@ BatchKind = Literal[
     "few medium tiles",
     "few large tiles",
     "short rows",
+    "small window",
     "long rows",
     "two long rows",
 ]
@@ -108,6 +109,9 @@ SHORTEST_SEQLEN, SHORTEST_MEAN_SEQLEN = 192, 128
 #: the longest row of queries may attend to few keys, and another row of few queries to most keys: a tile
 #: of that row would then take longer than the work per SM.
 LONG_SEQLEN = 4096
+#: A batch has a small window if a query attends to fewer keys. A tile of 128 x 128 processes about 256 keys
+#: more than that, and a tile of 64 x 64 128 keys more, assumed to take up to 1.25 times as long per key.
+SMALL_WINDOW = 384
 #: Tiles of a table above -> kind of batch -> its tiles, if the kind has others.
 SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
     SM90_TILES[2, 32]: {
@@ -140,6 +144,7 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
     SM90_TILES[2, 160]: {
         "few tiles": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
         "short rows": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
+        "small window": SM90_TILES[2, 160]._replace(forward=Sm90Tile(64, 64, 2, 1, 2)),
     },
 }
 
@@ -233,13 +238,13 @@ def _product_columns(head_dim: int) -> int:
 
 
 def has_registers_for_queries(tile: Sm90Tile, head_dim: int, head_dim_v: int) -> bool:
-    """Return whether 32 registers of a thread remain if a tile of the forward holds its queries there.
+    """Return whether 24 registers of a thread remain if a tile of the forward holds its queries there.
 
     The 128 threads of a warp group have the float32 accumulators, scores and weights of 64 queries.
     """
     available = 240 if tile.block_m <= 128 else 160
     sums = _product_columns(head_dim_v) + 2 * tile.block_n
-    return sums // 2 + _product_columns(head_dim) // 4 + 32 <= available
+    return sums // 2 + _product_columns(head_dim) // 4 + 24 <= available
 
 
 # By bytes per element and padded head_dim. Measured on Hopper.
