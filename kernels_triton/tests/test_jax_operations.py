@@ -307,6 +307,24 @@ def test_linear_cross_entropy_has_at_most_max_logits(max_logits, parts, size):
     assert {*re.findall(r"f32\[(\d+),1000\]", traced)} == {str(size), "8"}
 
 
+@pytest.mark.parametrize(("label", "ignore_index"), [(22, -100), (23, -1), (-2, -1), (24, 24)])
+def test_linear_cross_entropy_of_a_label_that_is_no_class_is_nan(label, ignore_index):
+    """Products in float16 have 24 classes here, of which the weight has 21."""
+    x, w = jnp.ones((8, 8), jnp.float16), jnp.ones((21, 8), jnp.float16)
+
+    def loss(x, w, targets):
+        options = dict(ignore_index=ignore_index, kernel="triton_jax")
+        return scree.linear_cross_entropy(x, w, targets, **options)
+
+    def run(targets):
+        run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        values = jax.jit(loss)(x, w, targets), *jax.tree.leaves(run(x, w, targets))
+        return [bool(jnp.isnan(value).any()) for value in values]
+
+    assert run(jnp.full(8, 3).at[5].set(label)) == [label != ignore_index] * 4
+    assert run(jnp.full(8, 3).at[5].set(ignore_index)) == [False] * 4
+
+
 def test_linear_cross_entropy_of_no_token_has_no_gradient():
     x, w = jnp.ones((3, 4)), jnp.ones((5, 4))
 
