@@ -141,6 +141,9 @@ CASES = {
     "logsumexp": Case(scree.logsumexp, lambda x: torch.logsumexp(x, 0), per_row=True),
     "sum": Case(lambda x: xp(x).sum(x, axis=1), reduction("sum"), per_row=True),
     "sum of scalars": Case(lambda x: xp(x).sum(x, axis=1), reduction("sum"), (), per_row=True),
+    "sum of scalars, many rows": Case(
+        lambda x: xp(x).sum(x, axis=1), reduction("sum"), (), lengths=[5, 0, 4] * 90, per_row=True
+    ),
     "mean": Case(lambda x: xp(x).mean(x, axis=1), reduction("mean"), (3,), per_row=True),
     "max": Case(lambda x: xp(x).max(x, axis=1), reduction("amax"), per_row=True),
     "min of scalars": Case(lambda x: xp(x).min(x, axis=1), reduction("amin"), (), per_row=True),
