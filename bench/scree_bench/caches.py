@@ -153,7 +153,7 @@ class Cache:
         return replace(
             self,
             batch=part,
-            q=scree.from_lengths(q, part.query_counts),
+            q=scree.from_lengths(q, part.query_counts, max_length=self.q.max_length),
             pages=self.pages[page_offsets[chosen.start] : page_offsets[chosen.stop]],
         )
 
@@ -187,7 +187,9 @@ def make_cache(lib: MeasuredLibrary, batch: Batch, dtype: str, *, is_fp8: bool =
         return normal(*shape)
 
     counts = batch.query_counts
-    q = scree.from_lengths(normal(sum(counts), batch.heads, batch.dim), counts)
+    # Under `jax.jit` nothing else says that a row has few queries.
+    longest = int(max(counts))
+    q = scree.from_lengths(normal(sum(counts), batch.heads, batch.dim), counts, max_length=longest)
     pages = np.random.default_rng(batch.seed).permutation(num_pages).astype(np.int32)
     return Cache(lib, batch, q, make_pages(), make_pages(), pages, is_fp8)
 
@@ -217,7 +219,7 @@ def scree_contiguous(cache: Cache) -> Thunk:
     slots = cache.block_table[rows, positions // size].astype(np.int64) * size + positions % size
     index = cache.lib.make(slots, "int32")
     tokens = [x.reshape(-1, *x.shape[2:])[index] for x in (cache.k_pages, cache.v_pages)]
-    k = scree.from_lengths(tokens[0], batch.lengths)
+    k = scree.from_lengths(tokens[0], batch.lengths, max_length=int(max(batch.lengths)))
 
     def attend(q: scree.Array, k: scree.Array, v: Any) -> Any:
         return scree.attention(q, k, k.with_values(v), causal=True).values

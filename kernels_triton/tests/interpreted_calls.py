@@ -13,7 +13,7 @@ import torch
 from jax.interpreters import mlir
 from lower_for_jax import fields
 
-from scree_triton.jax import devices, operations, triton_call
+from scree_triton.jax import attention, devices, operations, triton_call
 
 
 def _compile(step, capability):
@@ -85,6 +85,6 @@ def interpret(monkeypatch):
     monkeypatch.setattr(triton_call, "compile_launch", _compile)
     monkeypatch.setattr(triton_call, "_kernel_call", calls.encode)
     monkeypatch.setattr(triton_call, "ffi_call", calls.ffi_call)
-    for primitive, kernels in operations.PRIMITIVES.items():
+    for primitive, kernels in (operations.PRIMITIVES | attention.PRIMITIVES).items():
         rule = mlir.lower_fun(kernels, multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")

@@ -26,13 +26,10 @@ KERNELS = {
     "rms_norm": ["norm_forward_kernel", "norm_backward_kernel", "norm_add_kernel"],
     "rope, queries and keys": ["rope_kernel"] * 2,
     "softmax": ["segment_wide_partition_kernel"] * 2,
-    "sum of scalars": [
-        "segment_partition_starts_kernel", "segment_partition_kernel", "segment_partition_kernel",
-    ],
+    "sum of scalars": ["segment_partition_kernel"] * 2,
     "max": ["segment_wide_partition_kernel"] * 2,
     "softmax, a row cut into parts": [
-        "segment_partition_starts_kernel", "segment_partition_kernel",
-        "segment_partition_starts_kernel", "segment_part_kernel",
+        "segment_partition_kernel", "segment_partition_starts_kernel", "segment_part_kernel",
     ] + ["segment_partition_kernel", "segment_part_kernel"],
     "product of groups": [
         "grouped_product_sm90_kernel", "grouped_product_sm90_kernel", "grouped_weight_sm90_kernel",

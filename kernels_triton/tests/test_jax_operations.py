@@ -19,7 +19,7 @@ import torch
 
 import scree
 import scree_triton.jax
-from scree_triton.jax import linear_cross_entropy, operations, primitive
+from scree_triton.jax import attention, linear_cross_entropy, operations, primitive
 from scree_triton.runtime.device import Device, describe_meta
 from scree_triton.runtime.launch import INTERPRETED
 
@@ -35,6 +35,9 @@ def kernels_for_jax(monkeypatch, isolated_registry):
         describe_meta(Device("cpu", (8, 0), 3, 0, 0))
         interpreted_calls.interpret(monkeypatch)
         scree_triton.jax.register_operations()
+        scree.register_kernel("attention", provider="triton_jax", rejects=attention.rejects)(
+            attention.attention
+        )
     else:
         scree.namespace(jnp.zeros(1))
         scree_triton.jax.register()
@@ -138,6 +141,9 @@ CASES = {
     "logsumexp": Case(scree.logsumexp, lambda x: torch.logsumexp(x, 0), per_row=True),
     "sum": Case(lambda x: xp(x).sum(x, axis=1), reduction("sum"), per_row=True),
     "sum of scalars": Case(lambda x: xp(x).sum(x, axis=1), reduction("sum"), (), per_row=True),
+    "sum of scalars, many rows": Case(
+        lambda x: xp(x).sum(x, axis=1), reduction("sum"), (), lengths=[5, 0, 4] * 90, per_row=True
+    ),
     "mean": Case(lambda x: xp(x).mean(x, axis=1), reduction("mean"), (3,), per_row=True),
     "max": Case(lambda x: xp(x).max(x, axis=1), reduction("amax"), per_row=True),
     "min of scalars": Case(lambda x: xp(x).min(x, axis=1), reduction("amin"), (), per_row=True),
@@ -304,6 +310,24 @@ def test_linear_cross_entropy_has_at_most_max_logits(max_logits, parts, size):
     assert {*re.findall(r"f32\[(\d+),1000\]", traced)} == {str(size), "8"}
 
 
+@pytest.mark.parametrize(("label", "ignore_index"), [(22, -100), (23, -1), (-2, -1), (24, 24)])
+def test_linear_cross_entropy_of_a_label_that_is_no_class_is_nan(label, ignore_index):
+    """Products in float16 have 24 classes here, of which the weight has 21."""
+    x, w = jnp.ones((8, 8), jnp.float16), jnp.ones((21, 8), jnp.float16)
+
+    def loss(x, w, targets):
+        options = dict(ignore_index=ignore_index, kernel="triton_jax")
+        return scree.linear_cross_entropy(x, w, targets, **options)
+
+    def run(targets):
+        run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        values = jax.jit(loss)(x, w, targets), *jax.tree.leaves(run(x, w, targets))
+        return [bool(jnp.isnan(value).any()) for value in values]
+
+    assert run(jnp.full(8, 3).at[5].set(label)) == [label != ignore_index] * 4
+    assert run(jnp.full(8, 3).at[5].set(ignore_index)) == [False] * 4
+
+
 def test_linear_cross_entropy_of_no_token_has_no_gradient():
     x, w = jnp.ones((3, 4)), jnp.ones((5, 4))
 
@@ -359,6 +383,51 @@ def test_paged_attention_matches_a_loop_over_rows(q_lengths):
     integers = (jnp.asarray(x, jnp.int32) for x in (table, np.cumsum([0, *q_lengths]), lengths))
     actual = run(*floats, *integers)
     compare(actual, attend_to_pages(q, pages, table, q_lengths, kv_lengths), 2e-5)
+
+
+def attend_to_rows(q, k, v, q_lengths, k_lengths):
+    """Return causal attention and its log-sum-exp, by a loop over rows; queries are the last tokens."""
+    outs, lses, start, k_start = [], [], 0, 0
+    for m, n in zip(q_lengths, k_lengths):
+        keys, values = (x[k_start : k_start + n].repeat_interleave(2, dim=1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->ihj", q[start : start + m], keys) / 4
+        future = torch.arange(n) > torch.arange(m)[:, None] + n - m
+        scores = scores.masked_fill(future[:, None], -torch.inf)
+        outs.append(torch.einsum("ihj,jhd->ihd", torch.softmax(scores, -1), values))
+        lses.append(torch.logsumexp(scores, -1))
+        start, k_start = start + m, k_start + n
+    return torch.cat(outs), torch.cat(lses)
+
+
+def test_attention_of_few_queries_decodes_unless_it_is_differentiated():
+    q_lengths, k_lengths = [1, 2, 0, 1], [300, 9, 4, 65]
+    random = np.random.default_rng(0)
+    shapes = (sum(q_lengths), 4, 16), (sum(k_lengths), 2, 16), (sum(k_lengths), 2, 24)
+    arrays = [random.standard_normal(shape) for shape in shapes]
+    leaves = [torch.tensor(x, requires_grad=True) for x in arrays]
+    out, lse = attend_to_rows(*leaves, q_lengths, k_lengths)
+    grads = torch.autograd.grad(torch.sin(out).sum() + torch.sin(lse).sum(), leaves)
+
+    def attend(return_lse, q, k, v):
+        queries = scree.Array(q, offsets_of(q_lengths), max_length=2)
+        keys = scree.Array(k, offsets_of(k_lengths), max_length=300)
+        options = dict(causal=True, kernel="triton_jax", return_lse=return_lse)
+        result = scree.attention(queries, keys, keys.with_values(v), **options)
+        return [x.values for x in (result if return_lse else (result,))]
+
+    def loss(*inputs):
+        return sum(jnp.sum(jnp.sin(x)) for x in attend(True, *inputs))
+
+    inputs = [jnp.asarray(x, jnp.float32) for x in arrays]
+    for return_lse in (True, False):
+        run = jax.jit(partial(attend, return_lse))
+        assert "max_queries=2" in str(run.trace(*inputs).jaxpr)
+        for x, exact in zip(run(*inputs), (out, lse)):
+            compare(x, exact.detach().numpy(), 2e-5)
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    assert "max_queries=0" in str(gradient.trace(*inputs).jaxpr)
+    for x, exact in zip(gradient(*inputs), grads, strict=True):
+        compare(x, exact.numpy(), 5e-5)
 
 
 def test_append_paged_writes_tokens_and_keeps_its_arguments():

@@ -164,9 +164,9 @@ def run(call: Any) -> Any:
 def prepare_run(call: Any) -> Callable[..., Any]:
     """Return a function that runs calls with the same metadata as this one."""
     spec, alibi, return_lse = call_spec(call), slope_axes(call.alibi_slopes), call.return_lse
-    if is_decoding(call):
-        return prepare_decoding(call, spec)
     needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
+    if not needs_grad and is_decoding(call):
+        return prepare_decoding(call, spec)
     is_float32 = call.q.values.dtype == torch.float32
     # Alignment and precision setting -> function that runs forward, and constants of `_apply_in_c`.
     prepared: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}

@@ -829,11 +829,11 @@ def paged_attention(call: Any) -> Any:
 
 
 def is_decoding(call: Any) -> bool:
-    """Return whether the decode kernel is the faster one for an `AttentionCall`.
+    """Return whether the decode kernel is the faster one for an `AttentionCall` without gradients.
 
-    That is so for a few known queries per row, on keys of other rows, without gradients.
+    That is so for a few known queries per row, on keys of other rows.
     """
-    q, k, v = call.q.values, call.k.values, call.v.values
+    q, k = call.q.values, call.k.values
     rows = call.q.layout.max_length_bound * (q.shape[1] // max(k.shape[1], 1))
     has_row_slopes = call.alibi_slopes is not None and call.alibi_slopes.ndim == 2
     return (
@@ -841,34 +841,50 @@ def is_decoding(call: Any) -> bool:
         and call.k.layout is not call.q.layout
         and rows <= _MIN_ROWS
         and rows < call.k.layout.max_length_bound
-        and not any(x.requires_grad for x in (q, k, v))
     )
 
 
 def prepare_decoding(call: Any, spec: AttentionSpec) -> Callable[..., Any]:
-    """Return a function that runs calls of `attention` with the metadata of one that `is_decoding`.
-
-    The keys are a cache without pages, one row after the other.
-    """
-    return_lse, n, max_length = call.return_lse, call.q.batch_size, call.q.layout.max_length_bound
+    """Return a function that runs calls of `attention` with the metadata of one that `is_decoding`."""
+    return_lse, max_length = call.return_lse, call.q.layout.max_length_bound
     dtype = call.q.values.dtype
-    has_slopes = call.alibi_slopes is not None
-    options = Spec(*spec[:4], value_scale=1.0, split_size=0, return_lse=return_lse)
     # Whether products may use tf32 -> function that runs calls.
     prepared: dict[bool, Callable[..., Any]] = {}
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
-        arrays, offsets = (q.values, k.values, v.values), q.offsets
+        arrays, offsets, k_offsets = (q.values, k.values, v.values), q.offsets, k.offsets
         is_tf32 = allows_tf32(dtype)
         if is_tf32 not in prepared:
-            indices = offsets, offsets, k.offsets, offsets
-            config = _select(*arrays, indices, has_slopes, False, max_length, n, options)
-            prepared[is_tf32] = config.prepare(*arrays, offsets, offsets, offsets)
+            prepared[is_tf32] = prepare_contiguous_decoding(
+                *arrays, offsets, k_offsets, spec, max_length, return_lse, alibi_slopes is not None
+            )
         slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
-        result = prepared[is_tf32](*arrays, offsets, k.offsets.contiguous(), slopes)
+        result = prepared[is_tf32](*arrays, offsets, k_offsets.contiguous(), slopes)
         return _as_ragged(result, q.layout)
 
     return attend
+
+
+def prepare_contiguous_decoding(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_offsets: torch.Tensor,
+    k_offsets: torch.Tensor,
+    spec: AttentionSpec,
+    max_length: int,
+    return_lse: bool,
+    has_slopes: bool = False,
+) -> Callable[..., Any]:
+    """Return a function that decodes on keys without pages, one row after the other.
+
+    It takes q, k, v, both offsets and the slopes, and returns the output, with `return_lse` also the
+    log-sum-exp (total, heads). A row has at most `max_length` queries.
+    """
+    n, indices = q_offsets.shape[0] - 1, (q_offsets, q_offsets, k_offsets, q_offsets)
+    options = Spec(*spec[:4], value_scale=1.0, split_size=0, return_lse=return_lse)
+    config = _select(q, k, v, indices, has_slopes, False, max_length, n, options)
+    return config.prepare(q, k, v, q_offsets, q_offsets, q_offsets)
 
 
 def prepare_paged_attention(call: Any) -> Callable[..., Any] | None:

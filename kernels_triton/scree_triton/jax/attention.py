@@ -23,6 +23,7 @@ from scree.providers import jax_attention as loops
 from ..attention.interface import make_spec, rejects_kind
 from ..attention.launch_configs import get_launch_config
 from ..attention.metadata import AttentionSpec, VarlenLayout
+from ..attention.paged import is_decoding, prepare_contiguous_decoding
 from ..attention.tile_scheduler import UNBOUNDED
 from ..runtime.device import device_info
 from ..runtime.recording import record
@@ -46,6 +47,8 @@ class Static(NamedTuple):
     return_lse: bool
     """True if the log-sum-exp is a result, so it may have a gradient."""
     loops: loops.Options
+    max_queries: int = 0
+    """A bound on the queries per row if the decode kernel runs, which has no gradient; otherwise 0."""
 
 
 def rejects(call: Any) -> str | None:
@@ -83,9 +86,11 @@ def _spec_of(call: Any) -> AttentionSpec:
 
 def _kind_of(q: Any, k: Any, v: Any, *_: Any, static: "Static | AttentionSpec") -> Hashable:
     """Return what the kernels of a call are compiled for."""
+    is_decoded = isinstance(static, Static) and static.max_queries > 0
     spec = static.spec if isinstance(static, Static) else static
     dtypes = tuple(np.dtype(x.dtype).name for x in (q, k, v))
-    return "attention", spec, dtypes, q.shape[1:], k.shape[1:], v.shape[1:]
+    name = "decoding" if is_decoded else "attention"
+    return name, spec, dtypes, q.shape[1:], k.shape[1:], v.shape[1:]
 
 
 def attention(call: Any) -> Any:
@@ -100,6 +105,10 @@ def attention(call: Any) -> Any:
     static = Static(
         spec, k.offsets is q.offsets, max_seqlen, call.return_lse, loops.make_options(call)
     )
+    if is_decoding(call):
+        decoding = static._replace(max_queries=q.layout.max_length_bound)
+        if _kind_of(q.values, k.values, call.v.values, static=decoding) not in UNAVAILABLE:
+            static = decoding
     out, lse = _attend(static, q.values, k.values, call.v.values, q.offsets, k.offsets)
     return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)
 
@@ -113,18 +122,21 @@ def _attend(
     static: Static, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
 ) -> tuple[Any, Any]:
     """Return the output (total, heads, value_dim) and the log-sum-exp (total, heads)."""
-    return _attend_forward(static, q, k, v, q_offsets, k_offsets)[0]
+    offsets = _offsets(static, q_offsets, k_offsets)
+    out, lse = _forward_primitive.bind(q, k, v, *offsets, static=static)
+    return out, lse.T
 
 
 def _attend_forward(
     static: Static, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
 ) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-    offsets = _offsets(static, q_offsets, k_offsets)
+    static, offsets = static._replace(max_queries=0), _offsets(static, q_offsets, k_offsets)
     out, lse = _forward_primitive.bind(q, k, v, *offsets, static=static)
     return (out, lse.T), (q, k, v, *offsets, out, lse)
 
 
 def _attend_backward(static: Static, residuals: tuple[Any, ...], grads: tuple[Any, Any]) -> Any:
+    static = static._replace(max_queries=0)
     *_, out, _ = residuals
     out_grad, lse_grad = grads
     result_grads = [out_grad.astype(out.dtype), *([lse_grad.T] if static.return_lse else [])]
@@ -144,11 +156,24 @@ def _layout(static: Static, offsets: list[torch.Tensor]) -> VarlenLayout:
 def _forward_kernels(q: Any, k: Any, v: Any, *offsets: Any, static: Static) -> list[Any]:
     arrays = q, k, v, *offsets
     tensors = [meta(x) for x in arrays]
+    if static.max_queries:
+        return _decode(static, arrays, tensors)
     with record() as recording:
         layout = _layout(static, tensors[3:])
         config = get_launch_config(*tensors[:3], layout, static.spec, 0)
         out, lse = config.forward(*tensors[:3], None, layout, static.spec)
     return run_recording(recording, capability(), list(zip(tensors, arrays)), (out, lse))
+
+
+def _decode(static: Static, arrays: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[Any]:
+    rows = *tensors[:4], tensors[-1]
+    with record() as recording:
+        run = prepare_contiguous_decoding(*rows, static.spec, static.max_queries, static.return_lse)
+        result = run(*rows)
+    results = result if static.return_lse else (result,)
+    out, *lse = run_recording(recording, capability(), list(zip(tensors, arrays)), results)
+    # Without `return_lse` no operation reads the log-sum-exp, so XLA removes it.
+    return [out, lse[0].T if lse else jnp.zeros((out.shape[1], out.shape[0]), jnp.float32)]
 
 
 def _backward_kernels(*arrays: Any, static: Static) -> list[Any]:
@@ -214,6 +239,8 @@ _forward_primitive = define_primitive(
 _backward_primitive = define_primitive(
     "scree_attention_backward", _backward_types, _backward_kernels, _backward_loops, *_RULES
 )
+#: Primitive -> its function on CUDA.
+PRIMITIVES = {_forward_primitive: _forward_kernels, _backward_primitive: _backward_kernels}
 
 
 def note(call: Any) -> str | None:

@@ -59,10 +59,14 @@ def rejects(call: LinearCrossEntropyCall) -> str | None:
 def linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
     """Compute a call for which `rejects` returns None."""
     counted = call.counted
-    targets = jnp.where(counted, call.labels, call.ignore_index).astype(jnp.int32)
+    classes = call.weight.shape[0]
+    # No class of the padding may be a target. The kernels take a negative target as none of the classes.
+    no_class = -1 if call.ignore_index != -1 else -2
+    targets = jnp.where(call.labels < classes, call.labels, no_class)
+    targets = jnp.where(counted, targets, call.ignore_index).astype(jnp.int32)
     # Tokens that do not count may hold anything.
     x = jnp.where(counted[:, None], call.values, 0)
-    static = Static(_part_size(call), call.weight.shape[0], call.ignore_index)
+    static = Static(_part_size(call), classes, call.ignore_index)
     loss = _sum_of_losses(static, *vary_alike([x, call.weight, targets]))
     if call.reduction == "sum":
         return loss
@@ -106,19 +110,26 @@ def _pad_classes(weight: Any) -> Any:
 def _loss_of_part(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, Any]:
     """Return the sum of the losses, and a function that returns the gradient of the logits.
 
-    The logits of the padding of the weight have a gradient of 0.
+    The classes of the padding have logits of -inf and a gradient of 0.
     """
+    logits = x @ weight.T
+    if padding := weight.shape[0] - static.classes:
+        # XLA writes only the padding. A slice of the logits would be a copy, and so would its gradient.
+        no_logits = jnp.full((x.shape[0], padding), -jnp.inf, logits.dtype)
+        no_logits, _ = vary_alike([no_logits, logits])
+        logits = jax.lax.dynamic_update_slice(logits, no_logits, (0, static.classes))
     loss, pull = jax.vjp(
         lambda logits: scree.cross_entropy(
-            logits[:, : static.classes], targets, ignore_index=static.ignore_index, reduction="sum"
+            logits, targets, ignore_index=static.ignore_index, reduction="sum"
         ),
-        x @ weight.T,
+        logits,
     )
     return loss, lambda: pull(jnp.ones_like(loss))[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_losses(static: Static, x: Any, weight: Any, targets: Any) -> Any:
+    weight = _pad_classes(weight)
     losses = jax.lax.map(
         lambda part: _loss_of_part(static, part[0], weight, part[1])[0], _split(static, x, targets)
     )
@@ -133,7 +144,6 @@ def _forward(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, tu
         product = jnp.matmul(slope.T, tokens, preferred_element_type=jnp.float32)
         return weight_grad + product, (loss, slope @ weight)
 
-    # Losses alone are faster without: XLA pads their one product itself.
     weight = _pad_classes(weight)
     zeros = jnp.zeros(weight.shape, jnp.float32)
     zeros, _ = vary_alike([zeros, weight])

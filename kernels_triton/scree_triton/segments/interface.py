@@ -57,6 +57,8 @@ _PART_STEP = 2048
 _LAG_MARGIN = 2
 # Partitions per CTA of `segment_partition_starts_kernel`.
 _STARTS_PER_CTA = 128
+# Maximum rows that each CTA counts itself where no cache holds the rows of the partitions.
+_MAX_COUNTED_ROWS = 256
 # Maximum elements of a token, so that positions in a partition fit 32 bits.
 _MAX_TOKEN_ELEMENTS = 1 << 20
 _DTYPES = (
@@ -275,7 +277,9 @@ class _LaunchConfig:
             parts = self.new(*contiguous((n, 2, self.cluster_size)), self.state_dtype)
             self.rows_launch(n, self.rows_args(**tensors, PARTS=parts))
         else:
-            first_rows = rows.first_rows(sizes.partition_size, sizes.num_partitions)
+            first_rows = offsets
+            if not sizes.counted_rows:
+                first_rows = rows.first_rows(sizes.partition_size, sizes.num_partitions)
             self.rows_launch(sizes.num_partitions, self.rows_args(**tensors, FIRST_ROWS=first_rows))
         if self.part_launch is not None:
             args = self.part_args(
@@ -305,6 +309,8 @@ class _Sizes(NamedTuple):
     num_parts: int
     #: Parts between the first and the second pass over a part.
     lag: int
+    #: Bound on the rows that each CTA counts, or 0.
+    counted_rows: int = 0
 
 
 def _select_sizes(total: int, n: int, max_length: int | None) -> _Sizes:
@@ -358,6 +364,9 @@ def _launch_config(
     state_dtype = torch.int64 if is_search else torch.int32 if is_boolean else compute_dtype
     identity = _identity(op, state_dtype if dtypes[0] != torch.bool else torch.bool)
     sizes = _select_sizes(total, n, max_length)
+    # Recorded launches belong to one call, so a launch for the rows of the partitions would too.
+    if device.type == "meta" and 0 < n <= _MAX_COUNTED_ROWS:
+        sizes = sizes._replace(counted_rows=triton.next_power_of_2(n))
     strides = tuple(math.prod(token_shape[i:]) for i in range(len(token_shape) + 1))
     out = None
     if map not in wide_features.MAPS_WITHOUT_INPUT:
@@ -430,7 +439,12 @@ def _launch_config(
             key,
             merge_path.segment_partition_kernel,
             merge_path.PartitionArgs,
-            _items(operation | tiles | common | dict(LAUNCH_DEPENDENTS=use_pdl)),
+            _items(
+                operation
+                | tiles
+                | common
+                | dict(LAUNCH_DEPENDENTS=use_pdl, COUNTED_ROWS=sizes.counted_rows)
+            ),
             _items(options),
         )
         rows_args = bind_args(

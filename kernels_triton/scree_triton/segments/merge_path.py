@@ -740,19 +740,30 @@ def segment_partition_kernel(
     COMPUTE_DTYPE: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
     LAUNCH_DEPENDENTS: tl.constexpr,
+    COUNTED_ROWS: tl.constexpr = 0,
 ):
     """Process the rows of up to `max_uncut_length` tokens that begin in one partition.
 
+    COUNTED_ROWS is 0 or a bound on n. With a bound FIRST_ROWS is not read: each CTA counts the rows that
+    begin before its partition.
+
     EVEN means `n * max_length == total`. Then all rows have length `max_length`, unless there is a
-    tail. Without a tail, OFFSETS is not loaded, except for its last entry.
+    tail. Without a tail, OFFSETS is not loaded, except for its last entry and to count rows.
     """
     SCAN: tl.constexpr = (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE)
     THREADS: tl.constexpr = WIDTH if SCAN else THREADS_PER_ROW
     if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
     partition = tl.program_id(0)
-    first_row = tl.load(FIRST_ROWS + partition)
-    end_row = tl.load(FIRST_ROWS + partition + 1)
+    if COUNTED_ROWS > 0:
+        row = tl.arange(0, COUNTED_ROWS)
+        begin = tl.load(OFFSETS + row, mask=row < n, other=0).to(tl.int64) + row
+        partition_start = partition.to(tl.int64) * partition_size
+        first_row = tl.sum(((row < n) & (begin < partition_start)).to(tl.int32), 0)
+        end_row = tl.sum(((row < n) & (begin < partition_start + partition_size)).to(tl.int32), 0)
+    else:
+        first_row = tl.load(FIRST_ROWS + partition)
+        end_row = tl.load(FIRST_ROWS + partition + 1)
     all_rows_equal = EVEN
     if EVEN:
         all_rows_equal = tl.load(OFFSETS + n) == total
