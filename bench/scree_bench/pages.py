@@ -361,36 +361,33 @@ def documents(runs: Sequence[Result]) -> Answer | None:
     """Compare training on documents of any length with other batches of the same documents."""
     chosen = [r for r in runs if r.command == "train" and "gpu" in r.machine]
     # Contenders of one case may come from several runs. Each has the fused loss that suits it.
-    cases: dict[str, tuple[Result, dict[str, Any], dict[str, Row]]] = {}
-    for r in chosen:
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    # If two runs have the same case and contender, the newest one counts.
+    for r in sorted(chosen, key=lambda r: r.date):
         for row in (row for row in r.rows if "real_tokens" in row.values):
-            case = {k: x for k, x in row.case.items() if k != "loss"}
-            case |= {k: r.config[k] for k in ("recompute",) if r.config[k] != "nothing"}
-            key = repr((_short(r), case))
-            cases.setdefault(key, (r, case, {}))[2].setdefault(row.who, row)
+            cases.setdefault((_short(r), _documents_case(r, row)), {})[row.who] = row
     lines, groups = [], {}
-    for r, case, rows in cases.values():
+    for (machine, label), rows in sorted(cases.items()):
         rate = {who: row.values["real_tokens"] for who, row in rows.items()}
         best = max((x for who, x in rate.items() if who.startswith("scree")), default=0.0)
-        label = f"{case['size']}, {case['tokens']:,} tokens"
-        label += f", {case['recompute']} computed again" if "recompute" in case else ""
         for who, row in sorted(rows.items(), key=lambda item: -rate[item[0]]):
             values = row.values
             lines.append([
-                _short(r), label, who, unit("real_tokens").show(rate[who]),
+                machine, label, who, unit("real_tokens").show(rate[who]),
                 unit("mfu_share").show(values["mfu_share"]), unit("step_s").show(values["step_s"]),
                 unit("peak_bytes").show(values["peak_bytes"]) if "peak_bytes" in values else "",
                 "" if who.startswith("scree") or not best else ratio(1 / best, 1 / rate[who], who),
             ])  # fmt: skip
         if any(not who.startswith("scree") for who in rows):
-            groups[f"{label}, {_short(r)}"] = rate
+            groups[f"{label}, {machine}"] = rate
     if not groups:
         return None
     header = ["machine", "model and batch", "contender", "real tokens/s", "MFU", "step", "peak",
               "time of scree / its time"]  # fmt: skip
     text = (
-        "Whole steps of Llama-like models on real text, with float32 weights and products in "
-        "bfloat16. All contenders get the same documents. Padding does not count as tokens. "
+        "Whole steps of Llama-like models on real text, with products in bfloat16 and float32 "
+        "weights, unless `bf16` says that the weights are bfloat16 too. All contenders get the same "
+        "documents. Padding does not count as tokens. "
         "[Training on a GPU](training-speed.md) has the rules and the loss curves."
     )
     title = "Real tokens/s of a training step: more is better, one scale each"
@@ -402,6 +399,15 @@ def documents(runs: Sequence[Result]) -> Answer | None:
         ("overview-documents", picture),
         chosen,
     )
+
+
+def _documents_case(result: Result, row: Row) -> str:
+    """Return the model, the batch and the settings of training in words."""
+    case, recompute = row.case, result.config["recompute"]
+    text = f"{case['size']}, {case['tokens']:,} tokens, context {case['context']:,}"
+    if case["precision"] != "amp":
+        text += f", {case['precision']}"
+    return text if recompute == "nothing" else f"{text}, {recompute} computed again"
 
 
 def shards(runs: Sequence[Result]) -> Answer | None:

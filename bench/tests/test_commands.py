@@ -609,6 +609,35 @@ def test_committed_overview_has_one_table_and_picture_per_question():
     assert "| / FA4 |" in sections["Attention"] and "fastest peer" in sections["Training"]
 
 
+def training_run(date: str, contenders: dict[str, float], precision: str = "amp") -> Result:
+    case = {"size": "124m", "precision": precision, "tokens": 32_768, "context": 4096}
+    rows = []
+    for who, rate in contenders.items():
+        row = Row(case | {"part": "timed", "loss": date}, who)
+        row.add("step_s", [0.06] * 3)
+        row.values |= {"real_tokens": rate, "mfu_share": 0.4}
+        rows.append(row)
+    machine, config = sweep().machine, {"recompute": "nothing"}
+    return Result("train", config, machine, {}, date, rows, complete=True)
+
+
+@pytest.mark.parametrize("is_newest_first", [False, True])
+def test_documents_one_case_in_two_runs_the_newest_wins(is_newest_first):
+    runs = [
+        training_run("2026-11-27T23:00:00Z", {"scree": 1e5, "padded": 2e5}),
+        training_run("2026-11-28T01:00:00Z", {"scree": 4e5}),
+        training_run("2026-11-28T02:00:00Z", {"scree": 5e5}, precision="bf16"),
+    ]
+    lines = pages.documents(runs[::-1] if is_newest_first else runs).table.lines
+    batch = "124m, 32,768 tokens, context 4,096"
+    assert [line[1:4] for line in lines] == [
+        [batch, "scree", "400 k tokens/s"],
+        [batch, "padded", "200 k tokens/s"],
+        [f"{batch}, bf16", "scree", "500 k tokens/s"],
+    ]
+    assert [line[-1] for line in lines] == ["", "0.50", ""]
+
+
 def test_command_lines_of_committed_runs_have_options_of_the_command():
     commands = typer.main.get_command(app).commands
     for run in committed_runs():

@@ -485,8 +485,14 @@ def pictures(result: Result) -> plots.Pictures:
 
     def losses(figure: Any, x: int, xlabel: str) -> None:
         axes = figure.add_subplot()
+        colors: dict[str, str] = {}
         for name, points in curves.items():
-            axes.plot([p[x] for p in points], [p[2] for p in points], label=name, linewidth=1.2)
+            # The seeds of a contender share a color and an entry of the legend.
+            who = name.partition(", seed ")[0]
+            label = None if who in colors else who
+            color = colors.setdefault(who, f"C{len(colors)}")
+            xs, ys = ([p[i] for p in points] for i in (x, 2))
+            axes.plot(xs, ys, label=label, color=color, linewidth=1.0, alpha=0.7)
         axes.set(title="Loss of the next token", xlabel=xlabel, ylabel="nats per token")
         axes.set_yscale("log")
         axes.legend()
