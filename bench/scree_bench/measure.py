@@ -322,7 +322,7 @@ def _host_samples(thunk: Thunk, seconds: float, wait: Callable[[Any], Any]) -> I
     This is the time of the call in a busy program. The host makes a number of calls without waiting
     for any, few enough that all fit into the queue of the device.
     """
-    max_calls = max(1, min(MAX_QUEUED_CALLS, int(MAX_QUEUED_SECONDS / max(seconds, 1e-6))))
+    max_calls = _queued_calls(seconds)
     while True:
         # The first call after a synchronization takes longer.
         result = thunk()
@@ -333,6 +333,49 @@ def _host_samples(thunk: Thunk, seconds: float, wait: Callable[[Any], Any]) -> I
         seconds_elapsed = time.perf_counter() - start
         wait(result)
         yield seconds_elapsed / calls
+
+
+def before_launch_samples(
+    thunk: Thunk,
+    launch_times: list[float],
+    budget: float,
+    *,
+    seconds: float,
+    wait: Callable[[Any], Any],
+) -> list[float]:
+    """Return seconds from the start of a call to its first launch, in the loops of `_host_samples`.
+
+    Parameters
+    ----------
+    thunk
+        A call that appends the result of `time.perf_counter` to `launch_times` before each launch.
+    launch_times
+        The list.
+    budget
+        Seconds for all samples, of which there are at least two.
+    seconds
+        Seconds of the call on the device.
+    wait
+        Waits until the result of a call has been computed.
+    """
+    samples: list[float] = []
+    calls, end = _queued_calls(seconds), time.perf_counter() + budget
+    while len(samples) < 2 or time.perf_counter() < end:
+        # The first call after a synchronization takes longer.
+        result, total = thunk(), 0.0
+        for _ in range(calls):
+            launch_times.clear()
+            start = time.perf_counter()
+            result = thunk()
+            total += launch_times[0] - start
+        wait(result)
+        samples.append(total / calls)
+    return samples
+
+
+def _queued_calls(seconds: float) -> int:
+    """Return a number of calls that fit into the queue of the device, given the seconds of each."""
+    return max(1, min(MAX_QUEUED_CALLS, int(MAX_QUEUED_SECONDS / max(seconds, 1e-6))))
 
 
 def clock_rate(thunk: Thunk) -> float:

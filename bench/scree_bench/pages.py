@@ -71,6 +71,8 @@ the longer of the two. A call that itself waits for the device, such as a boolea
 with its host work, after a short sleep. A core that has waited for 20 ms takes up to 200 us to wake
 up, which a busy program does not pay.
 
+*Before launch*, of `scree-bench decode`, is the part of it from the start of a call to its first launch.
+
 ### Random shapes
 
 `scree-bench attention --random 100 --seed 1 --out results` compares attention with the fastest peer

@@ -128,6 +128,25 @@ def device(monkeypatch):
     return fake
 
 
+def test_before_launch_samples_end_at_the_first_launch(monkeypatch):
+    now, launch_times, waits = [0.0], [], []
+
+    def call():
+        for seconds in (7e-6, 3e-6):  # two launches
+            now[0] += seconds
+            launch_times.append(now[0])
+        now[0] += 5e-6
+        return "result"
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    samples = measure.before_launch_samples(
+        call, launch_times, 1e-3, seconds=1e-3, wait=waits.append
+    )
+    # Six calls per sample: one that is not timed, and five that fill the queue for 5 ms.
+    assert len(samples) == math.ceil(1e-3 / 9e-5) == len(waits)
+    assert samples == pytest.approx([7e-6] * len(samples)) and {*waits} == {"result"}
+
+
 @pytest.mark.needs("torch")
 def test_device_time_excludes_host_time(device):
     """Ten kernels of 5 us, with launches of 100 us each on the host.

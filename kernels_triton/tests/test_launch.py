@@ -215,6 +215,24 @@ def test_bind_launches_passes_what_the_launches_pass_in_order(jit):
     assert [args[-4] for args in kernels[0].launched[3:]] == [y.data_ptr()] * 2
 
 
+def test_observed_launches_run_the_function_before_each_launch(jit):
+    kernels, seen = [jit(), jit()], []
+    bound = [
+        BoundLaunch(launch_of(kernel), 5, Args, X="x", x_stride=16, count=3) for kernel in kernels
+    ]
+    with module.observed_launches(lambda: seen.append([len(x.launched) for x in kernels])):
+        run = bind_launches("x", *bound)
+        run(X)
+        run(X)
+    other = bind_launches("x", *bound)
+    for _ in range(2):
+        other(X)
+    assert seen == [[0, 0], [1, 0]]
+    run(X)
+    assert seen[2:] == [[3, 3], [4, 3]]
+    assert len({*kernels[0].launched}) == 1
+
+
 def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
     monkeypatch.setattr(module, "TRITON_VERSION", (3, 7))
     kernel = jit()

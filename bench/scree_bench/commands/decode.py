@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
@@ -15,7 +16,7 @@ import typer
 from .. import caches, plots, results, vllm_checkout
 from ..caches import Batch, Cache, Make
 from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
-from ..measure import PATIENCE, median
+from ..measure import PATIENCE, before_launch_samples, median
 from ..options import (
     Backend,
     Device,
@@ -41,6 +42,7 @@ SHOWN = (
     "clean_l2_s",
     "clean_l2_rate",
     "call_host_s",
+    "before_launch_s",
     "plan_s",
     "less_floor_s",
     "relative_ratio",
@@ -160,10 +162,11 @@ def command(
     """Measure attention and appends to a paged key-value cache, relative to a plain copy.
 
     Only the keys and values of the rows count as bytes, and for an append those that are read and
-    written. On CUDA, the host time is the time before the launch; the plan of FlashInfer is timed
-    apart. The environment variable VLLM_CHECKOUT names a checkout of vLLM, whose Triton attention is
-    then a contender. On the CPU, the peer gathers the pages and calls padded attention. On JAX the
-    calls run under `jax.jit`, and an append updates donated caches.
+    written. On CUDA, the host time is the time of a whole call with its launches. The time of scree
+    before its first launch, and the plan of FlashInfer, are timed apart. The environment variable
+    VLLM_CHECKOUT names a checkout of vLLM, whose Triton attention is then a contender. On the CPU, the
+    peer gathers the pages and calls padded attention. On JAX the calls run under `jax.jit`, and an
+    append updates donated caches.
     """
     chosen = parse_words(kinds, "--kinds", KINDS) or list(KINDS)
     with Session("decode", locals(), resolve_device(device)) as session:
@@ -291,6 +294,28 @@ class Run(NamedTuple):
                 )
         return rows
 
+    def before_launch(self, case: Mapping[str, Any], arrays: Callable[[], Cache]) -> None:
+        """Time the host from the call of scree to its first launch, for PyTorch on CUDA."""
+        session = self.session
+        row = session.row(case, "scree")
+        if session.device != "cuda" or self.lib.name != "torch" or "call_s" not in row.values:
+            return
+        from scree_triton.runtime.launch import observed_launches
+
+        times: list[float] = []
+        with observed_launches(lambda: times.append(time.perf_counter())):
+            # New layouts, for which the call is prepared again.
+            thunk = caches.scree_paged(arrays().select(slice(None)))
+            for _ in range(3):
+                thunk()
+        if not times:
+            session.leave_out("time before the launch", "Triton's own launcher runs, unobserved")
+            return
+        samples = before_launch_samples(
+            thunk, times, session.seconds, seconds=row.values["call_s"], wait=self.lib.wait
+        )
+        row.add("before_launch_s", samples)
+
     def plan(self, case: Mapping[str, Any], arrays: Callable[[], Cache]) -> None:
         """Time the plan of FlashInfer with the clock of the host."""
         if self.unavailable("flashinfer") is None:
@@ -334,6 +359,8 @@ def _decode(run: Run, kind: str, batch: Batch, *, contiguous: bool = False) -> N
         contenders |= run.loads_only(arrays, traffic)
     case = batch.case(kind, run.lib, run.dtype)
     run.measure(case, contenders)
+    if kind == "decode":
+        run.before_launch(case, arrays)
     run.plan(case, arrays)
 
 

@@ -30,7 +30,8 @@ launch config fixes all but the tensors, the launch takes a third of the time::
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from math import gcd, prod
 from typing import Annotated, Any, NamedTuple, dataclass_transform
@@ -59,6 +60,7 @@ COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError)
 _LIMIT = 1 << 31  # numbers from here on need 64 bits, hence another variant
 _MAX_ENCODED = 4096  # entries of a cache of encoded descriptors
 _address = torch.Tensor.data_ptr
+_before_launch: Callable[[], Any] | None = None  # see `observed_launches`
 # 16 if all numbers are multiples of 16. `partial` passes them on without building a list.
 _alignment = partial(gcd, 16)
 # Later launchers truncate numbers that do not fit into 32 bits, where 3.6 raises OverflowError.
@@ -141,7 +143,7 @@ def bind(launches, kinds, current_stream):
 {starts}
             return
 {calls}
-        variants = [x.launch.variants.get(kind) for x, kind in zip(launches, kinds)]
+        variants = [x.variant(kind) for x, kind in zip(launches, kinds)]
         if None not in variants:
             {variants} = variants
             is_ready, index = True, launch0.index
@@ -280,6 +282,33 @@ class BoundLaunch:
         if max(0, *strides, *numbers) >= _LIMIT or _alignment(*map(_address, fixed)) < 16:
             return None
         return _kind((*(0 for _ in self.pointers), *strides))
+
+    def variant(self, kind: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """Return the launcher of a variant and its first arguments; None before it is compiled."""
+        variant = self.launch.variants.get(kind)
+        if variant is None or _before_launch is None:
+            return variant
+        start, arguments = variant
+        return partial(_run_after, _before_launch, start), arguments
+
+
+def _run_after(before: Callable[[], Any], start: Callable[..., None], *args: Any) -> None:
+    before()
+    start(*args)
+
+
+@contextmanager
+def observed_launches(before: Callable[[], Any]) -> Iterator[None]:
+    """Make calls that are prepared in this context run `before()` right before each launch.
+
+    It is for measurements. A call is prepared once per layout, in its first two runs.
+    """
+    global _before_launch
+    previous, _before_launch = _before_launch, before
+    try:
+        yield
+    finally:
+        _before_launch = previous
 
 
 def bind_launches(parameters: str, *launches: BoundLaunch) -> Callable[..., None]:
