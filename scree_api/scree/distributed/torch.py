@@ -161,7 +161,7 @@ class _Exchange(torch.autograd.Function):
                 target.narrow(0, start, length).add_(tokens)
         returned, work = _start_all_to_all(flat.to(grads[0].dtype), plan, shapes, group, back=True)
         work.wait()
-        _add_returned(totals, returned, plan, shapes)
+        _add_returned(totals, returned, plan)
         return *(x.to(grads[0].dtype) for x in totals), None, None
 
 
@@ -241,7 +241,7 @@ class _AttentionToParts(torch.autograd.Function):
         totals = [dk, dv]
         if group.size > 2:  # sums of more than two numbers are rounded once
             totals = [x.to(_wide(x.dtype)) for x in totals]
-        _add_returned(totals, returned, plan, shapes)
+        _add_returned(totals, returned, plan)
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype), None, None, None
 
 
@@ -261,24 +261,18 @@ def _start_all_to_all(
 
 def _pack(arrays: list[torch.Tensor], plan: KeyPlan) -> torch.Tensor:
     """Return the tokens that other ranks need, flat: per rank, the runs of each array in turn."""
-    total = sum(length for runs in plan.sent for _, length in runs)
-    flat = arrays[0].new_empty(_width([x.shape for x in arrays]) * total)
-    *arrays, words = _in_words(*arrays, flat)
-    for run, tokens in _sent_runs(arrays, words, plan, [x.shape for x in arrays]):
-        tokens.copy_(run)
-    return flat
+    parts = [x.narrow(0, *run) for runs in plan.sent for x in arrays for run in runs]
+    return _join(parts) if parts else arrays[0].new_empty(0)
 
 
-def _sent_runs(
-    arrays: list[torch.Tensor], flat: torch.Tensor, plan: KeyPlan, shapes: Any
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each run of the tokens that a rank sends, in `arrays` and in the sent tokens `flat`."""
-    at = 0
-    for runs in plan.sent:
-        for x, shape in zip(arrays, shapes, strict=True):
-            size = sum(length for _, length in runs) * math.prod(shape[1:])
-            yield from _runs(x, runs, flat.narrow(0, at, size).view(-1, *shape[1:]))
-            at += size
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of (tokens, heads, dim) arrays, joined and flat."""
+    parts = [x.flatten(1) for x in parts]
+    if any(x.shape[1] != parts[0].shape[1] for x in parts):
+        return torch.cat([x.reshape(-1) for x in parts])
+    dtype = parts[0].dtype
+    # One call, because views and copies of each part take more host time than the copies.
+    return torch.cat(_in_words(*parts)).view(dtype).view(-1)
 
 
 def _join_keys(
@@ -304,27 +298,39 @@ def _join_keys(
     return joined
 
 
-def _add_returned(
-    totals: list[torch.Tensor], returned: torch.Tensor, plan: KeyPlan, shapes: Any
-) -> None:
+def _add_returned(totals: list[torch.Tensor], returned: torch.Tensor, plan: KeyPlan) -> None:
     """Add the gradients that other ranks return to the gradients of this rank's tokens."""
-    for run, tokens in _sent_runs(totals, returned, plan, shapes):
-        run.add_(tokens)
+    at = 0
+    for runs in plan.sent:
+        for x in totals:
+            for run in runs:
+                tokens = x.narrow(0, *run)
+                tokens.add_(returned.narrow(0, at, tokens.numel()).view(tokens.shape))
+                at += tokens.numel()
 
 
 def _sum_received(grads: Any, plan: RemotePlan, shapes: Any) -> torch.Tensor:
     """Return the gradients of the received tokens, flat; `grads` are gradients of the joined keys."""
     dtype = grads[0].dtype
-    options: Any = {
-        "dtype": dtype if plan.is_partition else _wide(dtype),
-        "device": grads[0].device,
-    }
-    make = torch.empty if plan.is_partition else torch.zeros
-    flat = make(_width(shapes) * sum(plan.received), **options)
+    if plan.is_partition and plan.keys:
+        # Per rank, the runs of each array in the order of the received tokens.
+        runs = [list(_key_runs(plan, x)) for x in grads]
+        order = sorted(range(len(plan.keys)), key=plan.keys.__getitem__)
+        return _join(
+            [
+                part[i][1]
+                for rank in range(len(plan.received))
+                for part in runs
+                for i in order
+                if plan.keys[i][0] == rank
+            ]
+        )
+    flat = torch.zeros(
+        _width(shapes) * sum(plan.received), dtype=_wide(dtype), device=grads[0].device
+    )
     for views, x in zip(_split(flat, plan, shapes), grads, strict=True):
         for (rank, start, length), tokens in _key_runs(plan, x):
-            target = views[rank].narrow(0, start, length)
-            target.copy_(tokens) if plan.is_partition else target.add_(tokens)
+            views[rank].narrow(0, start, length).add_(tokens)
     return flat.to(dtype)
 
 
