@@ -128,6 +128,9 @@ class Operation:
             # The record loads the library of dense arrays, which registers kernels. `torch.compile`
             # must not read the kernels before.
             return self.run_call(self.record(**arrays, **options), kernel)
+        # No call on shards is in the cache.
+        if type(operand) is Array and (cut := operand.layout.cut) is not None:
+            return cut.run(self, arrays, options, kernel)
         kernels = self.kernels
         entries: list[call_cache.Entry] | None = None
         values: list[Any] = []
@@ -146,9 +149,6 @@ class Operation:
                     # Validation below selects a kernel again, and says why.
                     except KernelUnavailableError:
                         break
-        # No call on shards is in the cache.
-        if type(operand) is Array and (cut := operand.layout.cut) is not None:
-            return cut.run(self, arrays, options, kernel)
         call = self.record(**arrays, **options)
         if OBSERVERS:
             return self.run_call(call, kernel)
