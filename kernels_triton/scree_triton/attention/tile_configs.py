@@ -109,8 +109,8 @@ SHORTEST_SEQLEN, SHORTEST_MEAN_SEQLEN = 192, 128
 #: the longest row of queries may attend to few keys, and another row of few queries to most keys: a tile
 #: of that row would then take longer than the work per SM.
 LONG_SEQLEN = 4096
-#: A batch has a small window if a query attends to fewer keys. A tile of 128 x 128 processes about 256 keys
-#: more than that, and a tile of 64 x 64 128 keys more, assumed to take up to 1.25 times as long per key.
+#: A batch has a small window if a query attends to fewer keys. A tile of 128 x 128 or 192 x 64 processes about
+#: 256 keys more than that, and a tile of 64 x 64 128 keys more, assumed to take up to 1.25 times as long per key.
 SMALL_WINDOW = 384
 #: Tiles of a table above -> kind of batch -> its tiles, if the kind has others.
 SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
@@ -134,10 +134,12 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
         ),
         "few large tiles": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
         "short rows": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
+        "small window": SM90_TILES[2, 96]._replace(forward=Sm90Tile(64, 64, 3, 2, 2)),
     },
     SM90_TILES[2, 128]: {
         "few tiles": SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
         "short rows": SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
+        "small window": SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
         "long rows": SM90_TILES[2, 128]._replace(dq=Sm90Tile(192, 64, 2, 1)),
         "two long rows": SM90_TILES[2, 128]._replace(forward=Sm90Tile(128, 128, 2, 2)),
     },
