@@ -407,6 +407,8 @@ def _documents_case(result: Result, row: Row) -> str:
     """Return the model, the batch and the settings of training in words."""
     case, recompute = row.case, result.config["recompute"]
     text = f"{case['size']}, {case['tokens']:,} tokens, context {case['context']:,}"
+    if (batches := result.config["accumulate"]) > 1:
+        text += f", in {batches} batches"
     if case["precision"] != "amp":
         text += f", {case['precision']}"
     return text if recompute == "nothing" else f"{text}, {recompute} computed again"

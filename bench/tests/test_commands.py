@@ -609,7 +609,9 @@ def test_committed_overview_has_one_table_and_picture_per_question():
     assert "| / FA4 |" in sections["Attention"] and "fastest peer" in sections["Training"]
 
 
-def training_run(date: str, contenders: dict[str, float], precision: str = "amp") -> Result:
+def training_run(
+    date: str, contenders: dict[str, float], precision: str = "amp", accumulate: int = 1
+) -> Result:
     case = {"size": "124m", "precision": precision, "tokens": 32_768, "context": 4096}
     rows = []
     for who, rate in contenders.items():
@@ -617,7 +619,7 @@ def training_run(date: str, contenders: dict[str, float], precision: str = "amp"
         row.add("step_s", [0.06] * 3)
         row.values |= {"real_tokens": rate, "mfu_share": 0.4}
         rows.append(row)
-    machine, config = sweep().machine, {"recompute": "nothing"}
+    machine, config = sweep().machine, {"recompute": "nothing", "accumulate": accumulate}
     return Result("train", config, machine, {}, date, rows, complete=True)
 
 
@@ -627,6 +629,7 @@ def test_documents_one_case_in_two_runs_the_newest_wins(is_newest_first):
         training_run("2026-11-27T23:00:00Z", {"scree": 1e5, "padded": 2e5}),
         training_run("2026-11-28T01:00:00Z", {"scree": 4e5}),
         training_run("2026-11-28T02:00:00Z", {"scree": 5e5}, precision="bf16"),
+        training_run("2026-11-28T03:00:00Z", {"scree": 3e5}, accumulate=2),
     ]
     lines = pages.documents(runs[::-1] if is_newest_first else runs).table.lines
     batch = "124m, 32,768 tokens, context 4,096"
@@ -634,8 +637,9 @@ def test_documents_one_case_in_two_runs_the_newest_wins(is_newest_first):
         [batch, "scree", "400 k tokens/s"],
         [batch, "padded", "200 k tokens/s"],
         [f"{batch}, bf16", "scree", "500 k tokens/s"],
+        [f"{batch}, in 2 batches", "scree", "300 k tokens/s"],
     ]
-    assert [line[-1] for line in lines] == ["", "0.50", ""]
+    assert [line[-1] for line in lines] == ["", "0.50", "", ""]
 
 
 def test_command_lines_of_committed_runs_have_options_of_the_command():
