@@ -339,10 +339,16 @@ def check_compile(group: Any) -> None:
 
 
 def check_half_precision(mesh: Any, exchange: str) -> None:
+    # Heads of 7 elements are not a number of words, and other values are narrower than keys.
+    for dim, value_dim in [(7, 7), (8, 8), (8, 4)] if exchange == "keys" else [(8, 8)]:
+        check_half_precision_of_widths(mesh, exchange, (dim, dim, value_dim))
+
+
+def check_half_precision_of_widths(mesh: Any, exchange: str, dims: tuple[int, ...]) -> None:
     lengths = make_lengths(2)
-    # A head of 7 elements is not a number of words.
-    dim = 7 if exchange == "keys" else 8
-    leaves = [random(i, int(lengths.sum()), 4, dim).to(torch.bfloat16) for i in range(3)]
+    leaves = [
+        random(i, int(lengths.sum()), 4, dim).to(torch.bfloat16) for i, dim in enumerate(dims)
+    ]
     q, k, v = (scree.from_lengths(x.double().requires_grad_(), lengths) for x in leaves)
     out = scree.attention(q, k, v, causal=True)
     out.values.sum().backward()
