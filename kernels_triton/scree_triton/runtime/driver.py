@@ -281,8 +281,6 @@ class ArgumentBuffer(NamedTuple):
     """The memory, an array of ctypes."""
     calls: tuple[tuple, ...]
     """The arguments of cuLaunchKernelEx, for each launch."""
-    pool: list["ArgumentBuffer"]
-    """The list to which the buffer returns after the call."""
     maps: list[Any]
     """The encoded descriptors whose addresses are in the memory."""
 
@@ -332,35 +330,33 @@ class ArgumentCache:
     def __init__(self, make_plan: Callable[[], LaunchPlan]):
         self.make_plan = make_plan
         self.plan: LaunchPlan | None = None
-        #: Stream and addresses -> free buffers, or () after one call.
-        self.pools: dict[tuple[int, ...], Any] = {}
+        #: Stream and addresses of earlier calls -> free buffers.
+        self.pools: dict[tuple[int, ...], list[ArgumentBuffer]] = {}
 
-    def take(self, key: tuple[int, ...]) -> ArgumentBuffer | None:
-        """Return a new buffer for a call whose pool has none; None for the first call.
+    def take(
+        self, key: tuple[int, ...], pool: list[ArgumentBuffer] | None
+    ) -> ArgumentBuffer | None:
+        """Return a new buffer, which the caller adds to `pool` after the call; None for a first call.
 
-        `key` has the stream and the addresses that do not vary. Addresses that are no multiples of 16
-        never get a buffer. The first call also encodes the descriptors.
+        `key` has the stream and the addresses that do not vary, and `pool` is its entry in `pools`.
+        Addresses that are no multiples of 16 never get a buffer. The first call also encodes the
+        descriptors.
         """
-        pool = self.pools.get(key)
         if pool is None:
             # Bounds the cache when addresses rarely repeat.
             if len(self.pools) >= _MAX_CALLS:
                 self.pools.clear()
-            self.pools[key] = ()
+            self.pools[key] = []
             return None
         if gcd(16, *key[1:]) != 16:
             return None
-        if pool == ():
-            pool = self.pools[key] = []
         if self.plan is None:
             plan = self.make_plan()
             self.values = plan.pack_values(_lay_out(plan.num_addresses, plan.forms))
             self.plan = plan
-        return self._new_buffer(self.plan, pool, *key)
+        return self._new_buffer(self.plan, *key)
 
-    def _new_buffer(
-        self, plan: LaunchPlan, pool: list[ArgumentBuffer], stream: int, *addresses: int
-    ) -> ArgumentBuffer | None:
+    def _new_buffer(self, plan: LaunchPlan, stream: int, *addresses: int) -> ArgumentBuffer | None:
         maps = [
             form.kernel.find_maps((tuple(addresses[i] for i in form.sources), form.shapes))
             for form in plan.forms
@@ -390,7 +386,7 @@ class ArgumentCache:
                 memory[place] = address
             pointers = (ctypes.byref(memory, 8 * x) for x in (config, parameters))
             calls.append((next(pointers), form.kernel.handle, next(pointers), None))
-        return ArgumentBuffer(memory, tuple(calls), pool, maps)
+        return ArgumentBuffer(memory, tuple(calls), maps)
 
 
 def launch_kernel() -> Any:

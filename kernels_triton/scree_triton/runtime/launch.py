@@ -153,14 +153,14 @@ def bind(launches, kinds, current_stream, use_driver):
                 key = stream, {stable}
                 pool = pools.get(key)
                 try:
-                    buffer = pool.pop() if pool else take(key)
+                    buffer = pool.pop() if pool else take(key, pool)
                 except IndexError:  # another thread took the last buffer
-                    buffer = take(key)
+                    buffer = take(key, pool)
                 if buffer is not None:
 {writes}
                     {driver_calls}, = buffer.calls
 {driver_starts}
-                    buffer.pool.append(buffer)
+                    pool.append(buffer)
                     return
             if gcd(16, {checked}) == 16:
 {starts}
