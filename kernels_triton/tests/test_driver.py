@@ -331,16 +331,25 @@ def test_failed_launch_is_repeated_with_a_context(library, monkeypatch):
     assert len(library.launched) == 3
 
 
-def test_cache_of_arguments_is_bounded(library, monkeypatch):
+@pytest.mark.parametrize(
+    "max_hashes, kept", [(100, lambda sets: sets[:3]), (4, lambda sets: sets[4:])]
+)
+def test_cache_of_arguments_is_bounded(library, monkeypatch, max_hashes, kept):
+    """A full cache keeps its arguments, until many addresses are new."""
     monkeypatch.setattr(driver, "_MAX_CALLS", 3)
+    monkeypatch.setattr(driver, "_MAX_HASHES", max_hashes)
     kernel = Jit(library)
     run = bind_launches("q, x, y, count", kernel.bound())
-    sets = [tensors(4) for _ in range(8)]
+    sets = [tensors(4) for _ in range(6)]
+    run(*sets[0])  # goes through the JIT
     for args in sets:
         for _ in range(3):
             run(*args)
-    # Of three calls the first uses Triton's launcher, and the first of all goes through the JIT.
-    assert len(library.launched) == 1 + 2 * 7 and len(kernel.launched) == 8
+    launched = len(library.launched)
+    for args in reversed(sets):
+        run(*args)
+    values = [x.values for x in library.launched[launched:]]
+    assert values == [expected_values(library, *args) for args in reversed(kept(sets))]
 
 
 def test_encoded_descriptors_live_as_long_as_the_arguments(library):

@@ -32,8 +32,8 @@ _BYTES = {"i32": 4, "fp32": 4}
 #: The format of a number in a cell of 8 bytes.
 _FORMATS = {"i32": "q", "fp32": "f4x"}
 _MAX_FORMS = 1024
-#: Calls whose arguments one function keeps.
-_MAX_CALLS = 128
+#: The numbers of calls whose arguments, and of which hashes, one function keeps.
+_MAX_CALLS, _MAX_HASHES = 256, 1024
 
 
 @cache
@@ -325,28 +325,32 @@ class ArgumentCache:
         Returns the launches. It is called for the first buffer.
     """
 
-    __slots__ = ("make_plan", "plan", "pools", "values")
+    __slots__ = ("hashes", "make_plan", "plan", "pools", "values")
 
     def __init__(self, make_plan: Callable[[], LaunchPlan]):
         self.make_plan = make_plan
         self.plan: LaunchPlan | None = None
-        #: Stream and addresses of earlier calls -> free buffers.
+        #: Stream and addresses -> free buffers that have them.
         self.pools: dict[tuple[int, ...], list[ArgumentBuffer]] = {}
+        #: Hashes of the keys of all calls. Keys would take more memory, and time of the CPU's caches.
+        self.hashes: set[int] = set()
 
-    def take(
-        self, key: tuple[int, ...], pool: list[ArgumentBuffer] | None
-    ) -> ArgumentBuffer | None:
-        """Return a new buffer, which the caller adds to `pool` after the call; None for a first call.
+    def take(self, key: tuple[int, ...]) -> ArgumentBuffer | None:
+        """Return a new buffer, which the caller adds to `pools` after the call, or None.
 
-        `key` has the stream and the addresses that do not vary, and `pool` is its entry in `pools`.
-        Addresses that are no multiples of 16 never get a buffer. The first call also encodes the
-        descriptors.
+        `key` has the stream and the addresses that do not vary. A first call gets None. It encodes the
+        descriptors. Addresses that are no multiples of 16 always get None.
         """
-        if pool is None:
-            # Bounds the cache when addresses rarely repeat.
-            if len(self.pools) >= _MAX_CALLS:
+        number = hash(key)
+        if number not in self.hashes:
+            # All addresses have changed, or they never repeat.
+            if len(self.hashes) >= _MAX_HASHES:
+                self.hashes.clear()
                 self.pools.clear()
-            self.pools[key] = []
+            self.hashes.add(number)
+            return None
+        # More calls in turns than buffers: without this limit each call would make a buffer.
+        if len(self.pools) >= _MAX_CALLS and key not in self.pools:
             return None
         if gcd(16, *key[1:]) != 16:
             return None

@@ -153,13 +153,15 @@ def bind(launches, kinds, current_stream, use_driver):
                 key = stream, {stable}
                 pool = pools.get(key)
                 try:
-                    buffer = pool.pop() if pool else take(key, pool)
+                    buffer = pool.pop() if pool else take(key)
                 except IndexError:  # another thread took the last buffer
-                    buffer = take(key, pool)
+                    buffer = take(key)
                 if buffer is not None:
 {writes}
                     {driver_calls}, = buffer.calls
 {driver_starts}
+                    if pool is None:
+                        pool = pools.setdefault(key, [])
                     pool.append(buffer)
                     return
             if gcd(16, {checked}) == 16:
