@@ -325,7 +325,7 @@ class Sm90Config(LaunchConfig):
             **strides._asdict(),
             **numbers._asdict(),
         )
-        return bind_launches(FORWARD_PARAMETERS, launch)
+        return bind_launches(FORWARD_PARAMETERS, launch, varying=("count",))
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, to_base2(spec)
@@ -438,9 +438,12 @@ class Sm90Config(LaunchConfig):
                 for launch in dkdv_launches
             ]
             if splits == 1:
-                return bind_launches(BACKWARD_PARAMETERS, *launches)
+                return bind_launches(BACKWARD_PARAMETERS, *launches, varying=("count",))
             launch_all = bind_launches(
-                f"{BACKWARD_PARAMETERS}, *, dk_splits, dv_splits", *launches, sum_launch
+                f"{BACKWARD_PARAMETERS}, *, dk_splits, dv_splits",
+                *launches,
+                sum_launch,
+                varying=("count",),
             )
             return lambda *args: launch_all(*args, dk_splits=new(*dk_like), dv_splits=new(*dv_like))
 

@@ -3,6 +3,7 @@
 - `device`: one record of hardware facts per device, and the supported dtypes.
 - `descriptors`: TMA descriptors.
 - `launch`: launches with named arguments, allocation, selection of the current device.
+- `driver`: launches without Triton's launcher, where a call repeats the addresses of an earlier one.
 - `recording`: launches recorded for another library.
 - `autograd`: gradients in eager code.
 - `compile`: operators for torch.compile.

@@ -53,6 +53,15 @@ from .device import (
     device_count,
     device_info,
 )
+from .driver import (
+    ArgumentCache,
+    DriverKernel,
+    LaunchForm,
+    LaunchPlan,
+    describe_kernel,
+    launch_kernel,
+    retry,
+)
 from .recording import RecordedLaunch, current_recording
 
 #: Errors of a kernel that does not compile or does not fit on the device.
@@ -130,22 +139,41 @@ def bind({bound}):
 #: launches tensors at multiples of 16 without `Launch.__call__`. The parts that follow are repeated
 #: for every launch, with its number `i`.
 _BIND_LAUNCHES = """
-def bind(launches, kinds, current_stream):
+def bind(launches, kinds, current_stream, use_driver):
 {constants}
     is_ready = False
-    index = {variables} = None
+    pools = take = start = index = {variables} = None
 
     def run_launches({parameters}):
-        nonlocal is_ready, index, {nonlocals}
+        nonlocal is_ready, pools, take, start, index, {nonlocals}
 {addresses}
-        if is_ready and gcd(16, {checked}) == 16:
+        if is_ready{are_aligned}:
             stream = current_stream(index)
+            if take is not None:
+                key = stream, {stable}
+                pool = pools.get(key)
+                try:
+                    buffer = pool.pop() if pool else take(key)
+                except IndexError:  # another thread took the last buffer
+                    buffer = take(key)
+                if buffer is not None:
+{writes}
+                    {driver_calls}, = buffer.calls
+{driver_starts}
+                    if pool is None:
+                        pool = pools.setdefault(key, [])
+                    pool.append(buffer)
+                    return
+            if gcd(16, {checked}) == 16:
 {starts}
-            return
+                return
 {calls}
+        if is_ready:
+            return
         variants = [x.variant(kind) for x, kind in zip(launches, kinds)]
         if None not in variants:
             {variants} = variants
+            pools, take, start = use_driver(launches, kinds)
             is_ready, index = True, launch0.index
 
     return run_launches
@@ -159,10 +187,15 @@ _CONSTANTS = """\
 _ADDRESS = """\
         {tensor}_address = address({tensor})"""
 _DESCRIPTORS = """\
-            key = {bases}, shapes{i}
-            descriptors = encoded{i}.get(key) or encode{i}(key, {described}, shapes{i})"""
+                key = {bases}, shapes{i}
+                descriptors = encoded{i}.get(key) or encode{i}(key, {described}, shapes{i})"""
 _START = """\
-            start{i}(programs{i}, 1, 1, stream, *arguments{i}, {arguments}, *tail{i})"""
+                start{i}(programs{i}, 1, 1, stream, *arguments{i}, {arguments}, *tail{i})"""
+_WRITE = """\
+                    buffer.cells[{i}] = {address}"""
+_DRIVER_START = """\
+                    if start(*call{i}):
+                        retry(call{i})"""
 _CALL = """\
         specialized = {addresses}, *strides{i}
         launch{i}(programs{i}, ({pointers}, specialized, numbers{i}, {described}, shapes{i}))"""
@@ -175,7 +208,7 @@ def _tuple_source(items: Iterable[str]) -> str:
 
 def _define(source: str, **parts: str) -> Callable[..., Any]:
     """Return the function `bind` of a source above."""
-    namespace: dict[str, Any] = {"address": _address, "gcd": gcd}
+    namespace: dict[str, Any] = {"address": _address, "gcd": gcd, "retry": retry}
     exec(source.format(**parts), namespace)
     return namespace["bind"]  # type: ignore[no-any-return]
 
@@ -292,9 +325,9 @@ class BoundLaunch:
         return partial(_run_after, _before_launch, start), arguments
 
 
-def _run_after(before: Callable[[], Any], start: Callable[..., None], *args: Any) -> None:
+def _run_after(before: Callable[[], Any], start: Callable[..., Any], *args: Any) -> Any:
     before()
-    start(*args)
+    return start(*args)
 
 
 @contextmanager
@@ -311,12 +344,14 @@ def observed_launches(before: Callable[[], Any]) -> Iterator[None]:
         _before_launch = previous
 
 
-def bind_launches(parameters: str, *launches: BoundLaunch) -> Callable[..., None]:
+def bind_launches(
+    parameters: str, *launches: BoundLaunch, varying: tuple[str, ...] = ()
+) -> Callable[..., None]:
     """Return a function of tensors that runs launches on one device in sequence.
 
-    The function is generated: it reads every address once, checks the alignment of all, and calls
-    the launchers in C. That takes half of the time of one generated function per launch. A closure
-    that looks up tensors by name would take 2.1 to 2.6 microseconds more per launch.
+    The function is generated: it reads every address once, and calls the CUDA driver, see `driver`,
+    or Triton's launchers in C. A closure that looks up tensors by name would take 2.1 to 2.6
+    microseconds more per launch.
 
     Parameters
     ----------
@@ -324,19 +359,81 @@ def bind_launches(parameters: str, *launches: BoundLaunch) -> Callable[..., None
         The parameters of the function, as in its definition.
     *launches
         The launches, with the names of these parameters in place of tensors.
+    varying
+        The names of pointers that differ in every call, such as counters. The others often have the
+        addresses of an earlier call.
 
     Returns
     -------
     Callable
         The function.
     """
-    bind = _launches_binder(parameters, tuple((x.described, x.pointers) for x in launches))
-    return bind(launches, [x.kind() for x in launches], current_stream)  # type: ignore[no-any-return]
+    forms = tuple((x.described, x.pointers) for x in launches)
+    bind = _launches_binder(parameters, forms, varying)
+    names = _stable_names(forms, varying) + varying
+    use_driver = partial(_use_driver, names, len(varying))
+    kinds = [x.kind() for x in launches]
+    return bind(launches, kinds, current_stream, use_driver)  # type: ignore[no-any-return]
+
+
+_Form = tuple[tuple[str, ...], tuple[str | None, ...]]
+
+
+def _stable_names(forms: Iterable[_Form], varying: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the tensors that launches read, except for `varying`."""
+    # A dict as an ordered set: several launches take the same tensors.
+    read = dict.fromkeys(x for form in forms for names in form for x in names if x)
+    return tuple(x for x in read if x not in varying)
+
+
+def _use_driver(
+    names: tuple[str, ...], num_varying: int, launches: Sequence[BoundLaunch], kinds: Sequence[Any]
+) -> tuple[Any, Any, Any]:
+    """Return the pools and the method `take` of an `ArgumentCache`, and the driver's function.
+
+    All are None if a launch needs Triton's launcher.
+    """
+    kernels = [x.launch.driver_kernels.get(k) for x, k in zip(launches, kinds, strict=True)]
+    if None in kernels:
+        return None, None, None
+    cache = ArgumentCache(partial(_make_plan, names, num_varying, launches, kernels))
+    start = launch_kernel()
+    if _before_launch is not None:
+        start = partial(_run_after, _before_launch, start)
+    return cache.pools, cache.take, start
+
+
+def _make_plan(
+    names: tuple[str, ...],
+    num_varying: int,
+    launches: Sequence[BoundLaunch],
+    kernels: Sequence[DriverKernel],
+) -> LaunchPlan:
+    """Return launches for the driver. `names` has the tensors in the order of their addresses."""
+    number = {name: i for i, name in enumerate(names)}
+    forms = tuple(
+        LaunchForm(
+            kernel,
+            tuple(number[x] for x in bound.described),
+            bound.constants[2],
+            tuple(None if x is None else number[x] for x in bound.pointers),
+        )
+        for bound, kernel in zip(launches, kernels, strict=True)
+    )
+    constants = [x.constants for x in launches]
+    return LaunchPlan(
+        len(names),
+        num_varying,
+        forms,
+        programs=[x[1] for x in constants],
+        fixed=[x[5] for x in constants],
+        numbers=[(*x[3], *x[4]) for x in constants],
+    )
 
 
 @cache
 def _launches_binder(
-    parameters: str, forms: tuple[tuple[tuple[str, ...], tuple[str | None, ...]], ...]
+    parameters: str, forms: tuple[_Form, ...], varying: tuple[str, ...]
 ) -> Callable[..., Any]:
     """Return the function that makes the result of `bind_launches`.
 
@@ -346,6 +443,7 @@ def _launches_binder(
     # Dicts as ordered sets: several launches take the same tensors.
     free = dict.fromkeys(x for _, pointers in forms for x in pointers if x)
     read = free | dict.fromkeys(x for described, _ in forms for x in described)
+    stable, launches = _stable_names(forms, varying), range(len(forms))
     for i, (described, pointers) in enumerate(forms):
         names = [x or f"fixed{i}_{j}" for j, x in enumerate(pointers)]
         fixed = [name for name, x in zip(names, pointers, strict=True) if x is None]
@@ -375,6 +473,14 @@ def _launches_binder(
         nonlocals=", ".join(variables),
         addresses="\n".join(_ADDRESS.format(tensor=x) for x in read),
         checked=", ".join(_address_names(free)),
+        are_aligned="".join(f" and not {x} & 15" for x in _address_names(varying)),
+        stable="".join(f"{x}, " for x in _address_names(stable)),
+        writes="\n".join(
+            _WRITE.format(i=i, address=x)
+            for i, x in enumerate(_address_names(varying), start=len(stable))
+        ),
+        driver_calls=", ".join(f"call{i}" for i in launches),
+        driver_starts="\n".join(_DRIVER_START.format(i=i) for i in launches),
         starts="\n".join(starts),
         calls="\n".join(calls),
         variants=_tuple_source(map(_tuple_source, variants)),
@@ -475,6 +581,7 @@ class Launch:
 
     __slots__ = (
         "constants",
+        "driver_kernels",
         "encoded",
         "failures",
         "index",
@@ -507,6 +614,8 @@ class Launch:
         self.constants, self.rows = constants, rows
         self.values, self.written = tuple(constants.values()), args.written.difference(unwritten)
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        #: The variants that the driver can launch without Triton's launcher.
+        self.driver_kernels: dict[int | tuple[int, ...], DriverKernel | None] = {}
         self.encoded: dict[tuple, tuple] = {}
         self.failures: dict[int | tuple[int, ...], str] = {}  # why a variant does not compile
 
@@ -580,6 +689,7 @@ class Launch:
             scratch or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
         ):
             self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
+            self.driver_kernels[kind] = describe_kernel(compiled, self.encoded)
             self.variants[kind] = _launcher(compiled, bool(self.rows))
 
     def encode(
