@@ -365,9 +365,18 @@ def documents(runs: Sequence[Result]) -> Answer | None:
     # Contenders of one case may come from several runs. Each has the fused loss that suits it.
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     # If two runs have the same case and contender, the newest one counts.
-    for r in sorted(chosen, key=lambda r: r.date):
-        for row in (row for row in r.rows if "real_tokens" in row.values):
-            cases.setdefault((_short(r), _documents_case(r, row)), {})[row.who] = row
+    timed = [
+        (r, row)
+        for r in sorted(chosen, key=lambda r: r.date)
+        for row in r.rows
+        if "real_tokens" in row.values
+    ]
+    has_several_texts = len({r.extra["source"] for r, _ in timed}) > 1
+    for r, row in timed:
+        label = _documents_case(r, row)
+        if has_several_texts:
+            label += f", {r.extra['source']}"
+        cases.setdefault((_short(r), label), {})[row.who] = row
     lines, groups = [], {}
     for (machine, label), rows in sorted(cases.items()):
         rate = {who: row.values["real_tokens"] for who, row in rows.items()}

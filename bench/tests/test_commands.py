@@ -610,7 +610,11 @@ def test_committed_overview_has_one_table_and_picture_per_question():
 
 
 def training_run(
-    date: str, contenders: dict[str, float], precision: str = "amp", accumulate: int = 1
+    date: str,
+    contenders: dict[str, float],
+    precision: str = "amp",
+    accumulate: int = 1,
+    source: str = "a.npz",
 ) -> Result:
     case = {"size": "124m", "precision": precision, "tokens": 32_768, "context": 4096}
     rows = []
@@ -620,7 +624,8 @@ def training_run(
         row.values |= {"real_tokens": rate, "mfu_share": 0.4}
         rows.append(row)
     machine, config = sweep().machine, {"recompute": "nothing", "accumulate": accumulate}
-    return Result("train", config, machine, {}, date, rows, complete=True)
+    extra = {"source": source}
+    return Result("train", config, machine, {}, date, rows, extra=extra, complete=True)
 
 
 @pytest.mark.parametrize("is_newest_first", [False, True])
@@ -640,6 +645,19 @@ def test_documents_one_case_in_two_runs_the_newest_wins(is_newest_first):
         [f"{batch}, in 2 batches", "scree", "300 k tokens/s"],
     ]
     assert [line[-1] for line in lines] == ["", "0.50", "", ""]
+
+
+def test_documents_two_texts_are_two_cases():
+    runs = [
+        training_run("2026-11-27T23:00:00Z", {"scree": 1e5, "padded": 2e5}),
+        training_run("2026-11-28T01:00:00Z", {"scree": 4e5}, source="b.npz"),
+    ]
+    batch = "124m, 32,768 tokens, context 4,096"
+    assert [line[1:3] for line in pages.documents(runs).table.lines] == [
+        [f"{batch}, a.npz", "padded"],
+        [f"{batch}, a.npz", "scree"],
+        [f"{batch}, b.npz", "scree"],
+    ]
 
 
 def test_command_lines_of_committed_runs_have_options_of_the_command():
