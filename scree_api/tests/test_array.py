@@ -103,7 +103,7 @@ def test_views_share_memory(arr: scree.Array) -> None:
 
 def test_arrays_are_frozen_and_have_no_hash(arr: scree.Array) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        arr.values = np.zeros(5)  # type: ignore[misc]
+        arr.values = np.zeros(5)
     with pytest.raises(TypeError, match=r"does not change: scree\.at"):
         arr[0] = 1.0
     with pytest.raises(TypeError, match="unhashable"):

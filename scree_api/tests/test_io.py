@@ -252,12 +252,12 @@ def test_invalid_argument_raises(tmp_path: Path) -> None:
         ValueError,
         match="arrays: expected names without dots, NUL and surrogates, and not empty, got 3",
     ):
-        scree.save(tmp_path / "x.npz", {3: make()})  # type: ignore[dict-item]
+        scree.save(tmp_path / "x.npz", {3: make()})
     with pytest.raises(
         TypeError,
         match="arrays: expected a ragged array or a mapping of names to ragged arrays, got list",
     ):
-        scree.save(tmp_path / "x.npz", [make()])  # type: ignore[arg-type]
+        scree.save(tmp_path / "x.npz", [make()])
     with pytest.raises(TypeError, match=r"arrays\['a'\]: expected a ragged array"):
         scree.save(tmp_path / "x.npz", {"a": np.zeros(3)})
     with pytest.raises(TypeError, match="values: safetensors has no complex128"):

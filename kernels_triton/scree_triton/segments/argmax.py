@@ -27,7 +27,7 @@ def _standard(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str
 ) -> torch.Tensor:
     call = SegmentCall(op, x, layout_of(x, Rows(offsets, max_length)), x.dtype)
-    return OPERATIONS["segment_arg"].run_call(call, "standard")  # type: ignore[no-any-return]
+    return OPERATIONS["segment_arg"].run_call(call, "standard")
 
 
 @falls_back_to(_standard)

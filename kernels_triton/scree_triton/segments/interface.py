@@ -519,7 +519,7 @@ def _launch(
 
 
 def _standard(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
-    return standard_reduce(op, x, layout_of(x, rows), "standard", dtype)  # type: ignore[no-any-return]
+    return standard_reduce(op, x, layout_of(x, rows), "standard", dtype)
 
 
 def _standard_gradient(
@@ -533,7 +533,7 @@ def _standard_gradient(
 ) -> torch.Tensor:
     x = dout.new_zeros(shape, dtype=dtype) if x is None else x
     rows = rows._replace(layout=layout_of(x, rows))
-    return gradients(lambda x: _standard(x, rows, op, dout.dtype), (x,), dout)[0]  # type: ignore[return-value]
+    return gradients(lambda x: _standard(x, rows, op, dout.dtype), (x,), dout)[0]
 
 
 @falls_back_to(_standard_gradient)

@@ -22,13 +22,13 @@ def _standard(
 
     def run(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         call = SegmentCall(op, x, layout, dtype)
-        return OPERATIONS["segment_scan"].run_call(call, "standard")  # type: ignore[no-any-return]
+        return OPERATIONS["segment_scan"].run_call(call, "standard")
 
     if not reverse:
         return run(x, dtype)
     # A sum from the end of each row is the gradient of a sum from its start.
     zeros = x.new_zeros(x.shape, dtype=dtype)
-    return gradients(lambda zeros: run(zeros, x.dtype), (zeros,), x)[0]  # type: ignore[return-value]
+    return gradients(lambda zeros: run(zeros, x.dtype), (zeros,), x)[0]
 
 
 @falls_back_to(_standard)
