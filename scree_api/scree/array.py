@@ -760,19 +760,22 @@ def _nbytes(xp: Any, x: Any) -> int:
 
 
 def _unary(function: str, x: Array) -> Array:
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x)  # type: ignore[no-any-return]
+    result: Array = getattr(UPPER.namespaces[x.layout.backend.name], function)(x)
+    return result
 
 
 def _binary(function: str, x: Array, other: Any) -> Array:
     if not isinstance(other, OPERANDS) and not is_array(other):
-        return NotImplemented  # type: ignore[no-any-return]
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x, other)  # type: ignore[no-any-return]
+        return NotImplemented  # type: ignore[no-any-return]  # Python asks the other operand
+    result: Array = getattr(UPPER.namespaces[x.layout.backend.name], function)(x, other)
+    return result
 
 
 def _reflected(function: str, x: Array, other: Any) -> Array:
     if not isinstance(other, OPERANDS) and not is_array(other):
-        return NotImplemented  # type: ignore[no-any-return]
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(other, x)  # type: ignore[no-any-return]
+        return NotImplemented  # type: ignore[no-any-return]  # Python asks the other operand
+    result: Array = getattr(UPPER.namespaces[x.layout.backend.name], function)(other, x)
+    return result
 
 
 #: Operands besides dense arrays.

@@ -80,12 +80,14 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Namespace:
         lib = other
     if lib is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
-    return UPPER.namespaces[lib.name]  # type: ignore[no-any-return]
+    xp: Namespace = UPPER.namespaces[lib.name]
+    return xp
 
 
 def namespace_by_name(library: str) -> ModuleType:
     """Return the namespace of a library by its name; imports the library. See `scree.xp`."""
-    return UPPER.namespaces[backend_by_name(library).name]  # type: ignore[no-any-return]
+    module: ModuleType = UPPER.namespaces[backend_by_name(library).name]
+    return module
 
 
 def build_namespace(lib: Backend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
@@ -44,11 +45,11 @@ def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
     return first.with_values(std.function([x.values for x in arrays], axis=axis - 1))
 
 
-def _check_all_ragged(arrays: Any) -> Array:
+def _check_all_ragged(arrays: Sequence[Array]) -> Array:
     """Return the first array; raise unless all are ragged."""
     for i, x in enumerate(arrays):
         check_ragged(f"arrays[{i}]", x)
-    return arrays[0]  # type: ignore[no-any-return]
+    return arrays[0]
 
 
 def _check_same_axes(arrays: list[Array], except_axis: int) -> None:
