@@ -70,7 +70,7 @@ class CachedAttribute(Generic[T]):
     # There is no `__set__`, so Python looks for a stored result before it calls this.
     def __get__(self, obj: Any, owner: type | None = None) -> T:
         if obj is None:
-            return self  # type: ignore[return-value]
+            return self  # type: ignore[return-value]  # the attribute of the class
         result = obj.__dict__[self.name] = self.derive(obj)
         return result
 
@@ -116,7 +116,6 @@ class Array:
     ragged_dim: int = 0
     max_length: int | None = None
 
-    __hash__ = None  # type: ignore[assignment]
     __array_ufunc__ = None  # NumPy arrays leave mixed operators to this class
 
     def __post_init__(self) -> None:
@@ -562,10 +561,10 @@ class Array:
     def __rmatmul__(self, other: Any, /) -> Array:
         return _reflected("matmul", self, other)
 
-    def __eq__(self, other: Any, /) -> Array:  # type: ignore[override]
+    def __eq__(self, other: Any, /) -> Array:  # type: ignore[override]  # object returns a bool
         return _binary("equal", self, other)
 
-    def __ne__(self, other: Any, /) -> Array:  # type: ignore[override]
+    def __ne__(self, other: Any, /) -> Array:  # type: ignore[override]  # object returns a bool
         return _binary("not_equal", self, other)
 
     def __lt__(self, other: Any, /) -> Array:

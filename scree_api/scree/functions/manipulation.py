@@ -79,8 +79,8 @@ def _concat_batches(arrays: list[Array], values: Any) -> Array:
     """Return the rows of all arrays as one batch; `values` holds their concatenated values."""
     layouts, dim = [x.layout for x in arrays], arrays[0].ragged_dim
     backend, xp, total = layouts[0].backend, layouts[0].xp, sum(layout.total for layout in layouts)
-    bounds = [layout.max_length for layout in layouts]
-    longest = None if None in bounds else max(bounds)  # type: ignore[type-var]
+    bounds = [layout.max_length for layout in layouts if layout.max_length is not None]
+    longest = max(bounds) if len(bounds) == len(layouts) else None
     offsets = [layout.offsets_as_index(total) for layout in layouts]
     bases = accumulate((layout.total for layout in layouts[:-1]), initial=0)  # in `values`
     shifted = [x + base for x, base in zip(offsets, bases, strict=True)]
@@ -109,9 +109,9 @@ def joined_layout(layouts: list[Layout]) -> Layout:
 
 
 def _join_pair(a: Layout, b: Layout) -> Layout:
-    total = a.total + b.total
-    bounds = a.max_length, b.max_length
-    longest = None if None in bounds else sum(bounds)  # type: ignore[arg-type]
+    total, longest = a.total + b.total, None
+    if a.max_length is not None and b.max_length is not None:
+        longest = a.max_length + b.max_length
     offsets = a.offsets_as_index(total) + b.offsets_as_index(total)
     return Layout(a.backend, offsets, total, longest)
 
