@@ -252,7 +252,7 @@ def test_operators_accept_dense_arrays_on_the_left(name: str) -> None:
 
 
 def test_operators_on_unknown_types_raise_or_defer(arr: scree.Array) -> None:
-    assert (arr == "text") is False and (arr != None) is True  # noqa: E711
+    assert (arr == "text") is False and (arr != None) is True  # noqa: E711 (the operator is under test)
     for other in ("text", [1.0], None, object()):
         with pytest.raises(TypeError, match="unsupported operand"):
             arr + other
