@@ -8,7 +8,6 @@ SCREE_OPINFO=all runs every sample in every dtype.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -22,11 +21,8 @@ import scree
 if "torch" not in NAMES:
     pytest.skip("the samples are PyTorch's", allow_module_level=True)
 import torch
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
-    from torch.testing._internal.opinfo.definitions.nested import njt_op_db
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
+from torch.testing._internal.opinfo.definitions.nested import njt_op_db
 
 RUN_ALL = os.environ.get("SCREE_OPINFO") == "all"
 SAMPLES_PER_OPERATION = 6
