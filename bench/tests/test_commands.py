@@ -724,7 +724,6 @@ def test_all_runs_everything(tmp_path, monkeypatch):
     assert ["ratios", "--out", str(tmp_path), "--quick"] in calls
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="the system has no process groups")
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

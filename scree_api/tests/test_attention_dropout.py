@@ -137,7 +137,7 @@ def test_dropout_mean_over_seeds_is_the_output_without_dropout() -> None:
     assert np.abs(error / deviation).max() < 6
 
 
-@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not among the libraries under test")
+@pytest.mark.needs("torch")
 def test_dropout_gradient_uses_the_mask_of_the_forward_pass() -> None:
     import torch
 
@@ -155,7 +155,7 @@ def test_dropout_gradient_uses_the_mask_of_the_forward_pass() -> None:
     assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
-@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+@pytest.mark.needs("jax")
 def test_dropout_traced_seed_gives_the_same_mask() -> None:
     import jax
 

@@ -1,6 +1,7 @@
 """Files of ragged arrays: round trips, other readers, memory mapping, and errors for damage."""
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -368,7 +369,6 @@ def test_save_failure_leaves_the_old_file(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- cost
 def test_load_many_arrays_holds_one_file_descriptor(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
     path = tmp_path / "x.safetensors"
     scree.save(path, {f"a{i}": make() for i in range(600)})
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -13,16 +13,13 @@ from copy import copy
 from typing import Any
 
 import pytest
-from libraries import NAMES
-
-import scree
-
-# The sessions of other backends leave PyTorch out; CI installs it, and skips nothing.
-if "torch" not in NAMES:
-    pytest.skip("the samples are PyTorch's", allow_module_level=True)
 import torch
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
 from torch.testing._internal.opinfo.definitions.nested import njt_op_db
+
+import scree
+
+pytestmark = pytest.mark.needs("torch")
 
 RUN_ALL = os.environ.get("SCREE_OPINFO") == "all"
 SAMPLES_PER_OPERATION = 6
