@@ -42,8 +42,8 @@ from ..runtime.launch import (
     launch_args,
 )
 from ..runtime.recording import recorded_zeros
-from . import merge_path
-from .merge_path import (
+from . import reductions
+from .reductions import (
     ARGMAX,
     ARGMIN,
     CUMULATIVE,
@@ -109,8 +109,8 @@ _MIN_COUNTERS = 1 << 14
 # The counters of each device and stream.
 _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
 # Maps that read no tokens.
-MAPS_WITHOUT_INPUT = (merge_path.BROADCAST.value, merge_path.MEAN_BACKWARD.value)
-_SCANS = (merge_path.CUMULATIVE.value, merge_path.CUMULATIVE_REVERSE.value)
+MAPS_WITHOUT_INPUT = (reductions.BROADCAST.value, reductions.MEAN_BACKWARD.value)
+_SCANS = (reductions.CUMULATIVE.value, reductions.CUMULATIVE_REVERSE.value)
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
@@ -721,7 +721,7 @@ def make_config(
     )
     if op and n and _MIN_MEAN_LENGTH * n <= total <= _MAX_MEAN_LENGTH * n and rows_fit:
         row_configs = {
-            merge_path.DOT.value: _ROW_CONFIGS_OF_DOT,
+            reductions.DOT.value: _ROW_CONFIGS_OF_DOT,
             PROD_AND_ZEROS.value: _ROW_CONFIGS_OF_PROD_AND_ZEROS,
             ARGMAX.value: _ROW_CONFIGS_OF_SEARCHES,
             ARGMIN.value: _ROW_CONFIGS_OF_SEARCHES,
