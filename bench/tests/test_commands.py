@@ -19,7 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from scree_bench import pages, plots, results
+from scree_bench import page_parts, pages, plots, results, shard_pages
 from scree_bench.cli import MEASURING, app
 from scree_bench.measure import Failure
 from scree_bench.results import OK, Result, Row
@@ -663,12 +663,12 @@ def test_documents_two_texts_are_two_cases():
 def test_command_lines_of_committed_runs_have_options_of_the_command():
     commands = typer.main.get_command(app).commands
     for run in committed_runs():
-        program, name, *words = shlex.split(pages.command_line(run))
+        program, name, *words = shlex.split(page_parts.command_line(run))
         assert program == "scree-bench" and name == run.command
         options = {x for p in commands[name].params for x in (*p.opts, *p.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= options, words
     (run,) = [x for x in committed_runs() if x.part == "4 gpus settings 1.2b"]
-    assert "--parts '' --settings --size 1.2b" in pages.command_line(run)
+    assert "--parts '' --settings --size 1.2b" in page_parts.command_line(run)
 
 
 def test_pictures_that_pages_name_exist():
@@ -681,7 +681,7 @@ def test_pictures_that_pages_name_exist():
 
 
 def test_tables_that_guides_name_have_the_numbers_of_committed_runs():
-    tables = pages.guide_tables(committed_runs())
+    tables = shard_pages.guide_tables(committed_runs())
     text = (DOCS / "guides" / "multi-gpu.md").read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- table: ([\w-]+) -->", text)) == set(tables)
     for name, table in tables.items():
