@@ -256,11 +256,7 @@ class _LaunchConfig:
         out = self.new(*self.out) if self.out else x
         if out.numel() == 0:
             return out
-        offsets = rows.offsets
-        if self.wide is not None:
-            wide_features.run(self.wide, x, y, row_a, row_b, out, offsets)
-            return out
-        sizes = self.sizes
+        offsets, sizes = rows.offsets, self.sizes
         x, kernel_out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
         if x is kernel_out:  # overwritten, and not read
             x = row_a
@@ -272,6 +268,9 @@ class _LaunchConfig:
             OUT=kernel_out,
             OFFSETS=offsets,
         )
+        if self.wide is not None:
+            wide_features.run(self.wide, tensors)
+            return out
         if self.cluster_size:
             n = offsets.shape[0] - 1
             parts = self.new(*contiguous((n, 2, self.cluster_size)), self.state_dtype)

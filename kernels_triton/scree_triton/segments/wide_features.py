@@ -616,32 +616,14 @@ class WidePartitionArgs:
     search_stride: Number
 
 
-def run(
-    config: "LaunchConfig",
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    row_a: torch.Tensor | None,
-    row_b: torch.Tensor | None,
-    out: torch.Tensor,
-    offsets: torch.Tensor,
-) -> None:
-    """Fill `out` as described in `interface.over_rows`, on the device of the arrays."""
-    x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    if x is out:  # overwritten, and not read
-        x = row_a
-    tensors = dict(
-        X=x,
-        Y=x if y is None else y,
-        ROW_A=x if row_a is None else row_a,
-        ROW_B=x if row_b is None else row_b,
-        OUT=out,
-        OFFSETS=offsets,
-    )
+def run(config: "LaunchConfig", tensors: dict[str, torch.Tensor]) -> None:
+    """Fill OUT as described in `interface.over_rows`; the tensors have the names of the arguments."""
     if config.num_counters:
-        parts = counts = offsets
+        parts = counts = tensors["OFFSETS"]
         if config.parts:
-            parts = empty(x.device.type)(*config.parts)
-            counts = counters(x.device, config.num_counters)
+            device = tensors["OUT"].device
+            parts = empty(device.type)(*config.parts)
+            counts = counters(device, config.num_counters)
         args = config.args(**tensors, PARTS=parts, COUNTS=counts)
     else:
         args = config.args(**tensors)
