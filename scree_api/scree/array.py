@@ -1,4 +1,4 @@
-"""The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard.
+"""The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard and `at`.
 
 `Array` knows its layout and nothing above. Its operators, indexing and iteration call functions of
 higher layers through one hook, `UPPER`, which `scree.namespace` fills on import. Display and
