@@ -1,7 +1,4 @@
-"""What pytest leaves alone.
-
-Modules that need a library or a device to be imported, when it looks for doctests or tests.
-"""
+"""What pytest leaves alone: modules and tests that need a library or a device."""
 
 import gc
 import os
@@ -118,6 +115,8 @@ NEEDS = {
     "scree_api/tests/test_transforms_train.py": "torch jax optax mlx chatterbot_corpus yaml",
 }
 
+BACKENDS = ("numpy", "torch", "jax", "mlx", "array_api_strict")
+
 collect_ignore = [
     path for path, libraries in NEEDS.items() if not all(map(find_spec, libraries.split()))
 ]
@@ -143,7 +142,7 @@ def pytest_configure(config: pytest.Config) -> None:
     TensorFlow has a session of its own.
     """
     precompile_preamble_of_mlx()
-    config.addinivalue_line("markers", "needs(*libraries): skipped where one of them is missing")
+    config.addinivalue_line("markers", "needs(*libraries): runs only with all of them")
     if "CI" in os.environ and "SCREE_BACKENDS" not in os.environ:
         needed = {name for libraries in NEEDS.values() for name in libraries.split()}
         missing = [name for name in sorted(needed - {"tensorflow"}) if find_spec(name) is None]
@@ -154,12 +153,32 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first, so that the workers of `--dist worksteal` end together.
+def _is_under_test(library: str) -> bool:
+    """Return whether a library is installed, and not a backend that ``SCREE_BACKENDS`` leaves out."""
+    selected = os.environ.get("SCREE_BACKENDS")
+    is_left_out = (
+        library in BACKENDS and selected is not None and library not in selected.split(",")
+    )
+    return find_spec(library) is not None and not is_left_out
 
-    The tests of targets compile kernels once for the whole module, so that one worker has to run them
-    all.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Remove the tests whose libraries are not under test, and put the longest tests first.
+
+    `pytest_configure` fails in CI if a library is missing. The order lets the workers of
+    `--dist worksteal` end together. The tests of targets compile kernels once for the whole module,
+    so that one worker has to run them all.
     """
+    removed = [
+        item
+        for item in items
+        if not all(
+            _is_under_test(name) for mark in item.iter_markers("needs") for name in mark.args
+        )
+    ]
+    if removed:
+        config.hook.pytest_deselected(items=removed)
+        items[:] = [item for item in items if item not in removed]
     longest = ("test_targets.py", "test_compile_time_grows_linearly_with_depth")
     items.sort(key=lambda item: item.path.name not in longest and item.name not in longest)
 
@@ -174,23 +193,9 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs what is not there, on a machine with some of the libraries.
-
-    CI installs all, and skips none.
-    """
-    for missing in (
-        name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None
-    ):
-        pytest.skip(f"needs {missing}")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    """Where a library is missing its tests are skipped, but not in CI, which has all of them.
-
-    There a skip is a failure.
-    """
+    """Turn a skip in CI into a failure."""
     return _without_skip((yield))
 
 

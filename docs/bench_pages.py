@@ -16,7 +16,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from scree_bench import pages, plots
+from scree_bench import pages, plots, shard_pages
 from scree_bench.results import Result, Table
 
 DOCS = Path(__file__).parent
@@ -51,7 +51,7 @@ def runs() -> list[Result]:
 @cache
 def guide_tables() -> dict[str, Table]:
     """Return the tables that guides name."""
-    return pages.guide_tables(runs())
+    return shard_pages.guide_tables(runs())
 
 
 @cache

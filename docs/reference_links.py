@@ -113,7 +113,7 @@ def one_name_per_item(text: str) -> str:
 
     parts = re.split(r"(^(?:Parameters|Raises)\n-+\n)", text, flags=re.MULTILINE)
     for i in range(2, len(parts), 2):
-        own, rest = re.match(r"(.*?)((?:^\w[^\n]*\n-+\n.*)?)\Z", parts[i], re.M | re.S).groups()  # type: ignore[union-attr]
+        own, rest = re.match(r"(.*?)((?:^\w[^\n]*\n-+\n.*)?)\Z", parts[i], re.M | re.S).groups()
         item = r"^([*\w]+(?:, [*\w]+)+)\n((?:(?:    [^\n]*)?\n)*(?:    [^\n]*)?)"
         parts[i] = re.sub(item, items, own if own.endswith("\n") else own + "\n", flags=re.M) + rest
     return "".join(parts)

@@ -76,6 +76,7 @@ def _run(arguments: list[str]) -> int:
         try:
             status = process.wait()
             return INTERRUPTED if interrupted else status
+        # The process has received the signal too, and ends by itself.
         except KeyboardInterrupt:
             interrupted = True
 

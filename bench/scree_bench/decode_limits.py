@@ -11,7 +11,7 @@ CHUNK, STAGES, CTAS_PER_SM = 2048, 4, 4
 
 
 @triton.jit
-def _sum_pages_kernel(  # type: ignore[no-untyped-def]
+def _sum_pages_kernel(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     K, V, PAGES, SUMS, num_chunks, PAGE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr
 ):
     """Add up an equal share of the chunks of all pages."""

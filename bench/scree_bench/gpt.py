@@ -82,7 +82,7 @@ def loss(
 
     `ids`, `at` (positions) and `targets` are (tokens,), including padding if there is any.
     """
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     def norm(x: Any, name: str) -> Any:
         return F.layer_norm(x, (size.width,), w[name], w[f"{name}.bias"])
@@ -140,7 +140,7 @@ def ragged(rows: list[np.ndarray], device: str) -> Batch:
 def padded(rows: list[np.ndarray], device: str) -> Batch:
     """Return a batch padded to the longest row, with attention by PyTorch."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     n, max_length = len(rows), max(map(len, rows))
 

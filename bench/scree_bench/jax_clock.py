@@ -37,7 +37,7 @@ MIN_SPIN = 2e-3
 
 
 @triton.jit
-def clock_kernel(OUT, nanoseconds):  # type: ignore[no-untyped-def]
+def clock_kernel(OUT, nanoseconds):  # type: ignore[no-untyped-def]  # Triton reads the annotations
     """Spin, and store the clock of the GPU in nanoseconds."""
     start = globaltimer()
     now = start

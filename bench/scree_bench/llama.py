@@ -69,7 +69,7 @@ def parameters(size: Size, depth: int, device: str, seed: int) -> dict[str, Any]
 def ragged(size: Size, depth: int, rows: list[np.ndarray], device: str) -> Loss:
     """Return the loss on ragged arrays."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     tokens = scree.pack([torch.from_numpy(row).to(device) for row in rows])
     labels = torch.from_numpy(_labels(rows)).to(device)
@@ -122,7 +122,7 @@ def packed(size: Size, depth: int, rows: list[np.ndarray], device: str) -> Loss:
 def padded(size: Size, depth: int, rows: list[np.ndarray], device: str) -> Loss:
     """Return the loss on rows padded to the longest."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     longest, first = max(map(len, rows)), np.cumsum([0, *map(len, rows)])
     ids, labels = (np.full((len(rows), longest), fill, np.int64) for fill in (0, IGNORED))
@@ -157,7 +157,7 @@ def _plain(
     attend: Callable[[Any, Any, Any], Any],
 ) -> Any:
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     def norm(x: Any, name: str) -> Any:
         return F.rms_norm(x, (size.width,), p[name], EPS)

@@ -205,7 +205,7 @@ def _compact(svg: str, caption: str) -> str:
         svg = shorter
     svg = re.sub(r"\s*\n\s*", " ", svg).replace("> <", "><").replace(' "', '"')
     svg = re.sub(r"([;:]) (?=[^<>]*>)", r"\1", svg)
-    width, height = re.findall(r"[\d.]+", re.search(r'viewBox="([^"]+)"', svg)[1])[2:]  # type: ignore[index]
+    ((width, height),) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '

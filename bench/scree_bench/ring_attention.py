@@ -38,7 +38,7 @@ def ring_flash_attention(folder: str, served: str) -> Iterator[Callable[[str], A
                 ModuleType(f"{names[0]}.flash_attn_interface"),
             )
             interface.__dict__.update(_flash_operators())
-            package.flash_attn_interface = interface  # type: ignore[attr-defined]
+            package.__dict__["flash_attn_interface"] = interface
             package.__path__ = []
             sys.modules[names[0]], sys.modules[interface.__name__] = package, interface
         peer = ModuleType(names[1])

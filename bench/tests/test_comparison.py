@@ -402,7 +402,6 @@ def hang_without_the_interpreter(folder):
         ctypes.PyDLL(None).sleep(60)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="calls sleep of the C library")
 def test_running_ends_a_process_that_hangs(tmp_path):
     process = multiprocessing.get_context("spawn").Process(
         target=hang_without_the_interpreter, args=(tmp_path,)

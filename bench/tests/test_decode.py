@@ -254,3 +254,14 @@ def test_load_vllm_imports_one_module_of_a_checkout(tmp_path, monkeypatch):
         sys.modules.pop(vllm_checkout.MODULE, None)
     with pytest.raises(ImportError):
         vllm_checkout.load(tmp_path / "vllm")
+
+
+def testcount_triton_launches_are_counted_by_its_hook():
+    from triton import knobs
+
+    hook = knobs.runtime.launch_enter_hook
+    before = list(hook.calls)
+    assert decode.count_triton_launches(lambda: [hook("launch") for _ in range(2)]) == 2
+    # Prepared launches pass no hooks.
+    assert decode.count_triton_launches(lambda: None) == 0
+    assert hook.calls == before

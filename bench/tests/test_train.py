@@ -439,7 +439,6 @@ def losses(folder):
     return state["losses"].numpy(), path.name
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
 def test_killed_run_resumes_bit_for_bit(tmp_path, text):
     options = [
         *text,

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -87,9 +88,7 @@ def main() -> None:
         use_cpu()
     checkout = open_checkout(options.checkout)
     sys.modules["flash_attn"] = flash_functions(options.attention)
-    try:
-        import xxhash  # noqa: F401
-    except ImportError:  # the engine hashes full blocks of prompts with it
+    if find_spec("xxhash") is None:  # the engine hashes full blocks of prompts with it
         import hashlib
 
         xxhash_module: Any = ModuleType("xxhash")

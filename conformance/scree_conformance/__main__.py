@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -70,28 +69,26 @@ def run(
     """
     lib = load(backend, device)
     bench, results = Bench(lib, kernel), dict[str, OutcomeCounts]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries warn about NaN and empty arrays
-        chosen = [case for case in cases(lib, kernel, quick) if only in case.name]
-        for done, case in enumerate(chosen):
-            _show_progress(done, len(chosen), case.name)
-            counts = results.setdefault(case.operation.name, OutcomeCounts())
-            try:
-                case.run(bench)
-                counts.passed += 1
-            except Rejected as reason:
-                counts.rejected += 1
-                counts.notes.append(f"{case.name}: {reason}")
-            except Absent as reason:
-                counts.absent += 1
-                counts.notes.append(f"{case.name}: {reason}")
-                counts.why = str(reason)
-            # A case may fail in any way; the other cases still run.
-            except Exception as error:
-                counts.failed += 1
-                counts.notes.insert(
-                    0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
-                )
+    chosen = [case for case in cases(lib, kernel, quick) if only in case.name]
+    for done, case in enumerate(chosen):
+        _show_progress(done, len(chosen), case.name)
+        counts = results.setdefault(case.operation.name, OutcomeCounts())
+        try:
+            case.run(bench)
+            counts.passed += 1
+        except Rejected as reason:
+            counts.rejected += 1
+            counts.notes.append(f"{case.name}: {reason}")
+        except Absent as reason:
+            counts.absent += 1
+            counts.notes.append(f"{case.name}: {reason}")
+            counts.why = str(reason)
+        # A case may fail in any way; the other cases still run.
+        except Exception as error:
+            counts.failed += 1
+            counts.notes.insert(
+                0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
+            )
     _show_progress(len(chosen), len(chosen))
     return results
 

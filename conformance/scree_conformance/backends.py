@@ -5,9 +5,11 @@ Only this module depends on a particular library. It does not import scree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,18 @@ def _dtypes_of(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
+@contextmanager
+def _ignore_warnings(*messages: str) -> Iterator[None]:
+    """Ignore the library's warnings about calls that the cases make on purpose, by their beginning."""
+    with warnings.catch_warnings():
+        for message in messages:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+#: NumPy's warning about results that are NaN or infinite.
+NO_NUMBER = "(invalid value|divide by zero|overflow) encountered in"
+
 _DTYPES = ("bool", *FLOATS, *INTEGERS, "uint16", "uint32", "uint64", *COMPLEX, "complex128")
 
 
@@ -115,6 +129,9 @@ def _numpy(device: str | None) -> Library:
         lambda x: _widen(np.asarray(x)),
         default_float="float64",
         generator=np.random.default_rng,
+        context=partial(
+            _ignore_warnings, NO_NUMBER, "Arrays of 2-dimensional vectors are deprecated"
+        ),
     )
 
 
@@ -150,6 +167,15 @@ def _torch(device: str | None) -> Library:
         gaps={"unique_all": "PyTorch does not say where a value is first"},
         grad=grad,
         jit=jit,
+        context=partial(
+            _ignore_warnings,
+            "Casting complex values to real discards the imaginary part",
+            "ComplexHalf support is experimental",
+            # The variance of one token.
+            r"(var|std)\(\): degrees of freedom is <= 0",
+            # Of the caches of array_api_compat.
+            "Dynamo detected a call to a `functools.lru_cache`",
+        ),
     )
 
 
@@ -246,8 +272,13 @@ def _strict(device: str | None, **flags: bool) -> Library:
         sizes = "nonzero unique_all unique_counts unique_inverse unique_values".split()
         gaps |= dict.fromkeys(sizes, "shapes that depend on data are switched off")
 
-    def context() -> AbstractContextManager[Any]:
-        return xp.ArrayAPIStrictFlags(**flags) if flags else nullcontext()
+    @contextmanager
+    def context() -> Iterator[None]:
+        with (
+            _ignore_warnings(NO_NUMBER),
+            xp.ArrayAPIStrictFlags(**flags) if flags else nullcontext(),
+        ):
+            yield
 
     return Library(
         "strict_minimal" if flags else "array_api_strict",

@@ -200,7 +200,7 @@ def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
             note=note,
         )
     dense = bench.dense((3, 4), dtype)
-    bench.check(norm, lambda a, w: oracle.rms_norm([a], w)[0], dense, weight)  # type: ignore[arg-type]
+    bench.check(norm, lambda a, w: oracle.rms_norm([a], w)[0], dense, weight)
 
 
 @operation("ragged.layer_norm", kernel="layer_norm")
@@ -228,7 +228,7 @@ def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
             note=note,
         )
     dense = bench.dense((3, 4), dtype)
-    bench.check(norm, lambda a, w, b: oracle.layer_norm([a], w, b)[0], dense, weight, bias)  # type: ignore[arg-type]
+    bench.check(norm, lambda a, w, b: oracle.layer_norm([a], w, b)[0], dense, weight, bias)
 
 
 @operation("ragged.swiglu", kernel="swiglu")
@@ -239,7 +239,7 @@ def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
         x = bench.ragged(layout, token, dtype, draw)
         bench.check(run, oracle.swiglu, x, transcendental=True, note=f"{token}, {draw}: ")
     dense = bench.dense((3, 4), dtype)
-    bench.check(run, lambda a: oracle.swiglu([a])[0], dense, transcendental=True)  # type: ignore[arg-type]
+    bench.check(run, lambda a: oracle.swiglu([a])[0], dense, transcendental=True)
 
 
 def activation(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
@@ -971,10 +971,10 @@ def memory(bench: Bench, layout: Layout, dtype: str) -> None:
     short_rows = (1, 150, 300)
     out_rows = [bench.rows(out)[i] for i in short_rows]
     rows = [q.exact[i] for i in short_rows]
-    expected, _ = oracle.attention(rows, rows, rows, causal=True)  # type: ignore[arg-type]
+    expected, _ = oracle.attention(rows, rows, rows, causal=True)
     low_precision, _ = oracle.attention(
         *([row.astype(np.float32) for row in rows] for _ in range(3)), causal=True
-    )  # type: ignore[arg-type]
+    )
     got = bench.of(bench.lib.make(np.concatenate(out_rows), dtype), [16] * 3)
     bench.close(got.array, expected, expected, low_precision)
     assert isinstance(out, scree.Array)

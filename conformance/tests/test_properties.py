@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -70,8 +69,7 @@ def test_operations_on_drawn_rows(name: str, operation: Operation) -> None:
     )
     def run(lengths: list[int], dtype: str) -> None:
         # Absent is a gap in the library's table, as in test_conformance.
-        with warnings.catch_warnings(), suppress(Absent):
-            warnings.simplefilter("ignore")
+        with suppress(Absent):
             Case(operation, lengths, dtype).run(bench)
 
     run()
@@ -213,8 +211,7 @@ def test_functions_on_drawn_shapes(name: str, function: str) -> None:
     ) -> None:
         assume(dtype in bench.lib.dtypes)
         ragged_dim = data.draw(st.integers(0, len(token)), "ragged_dim")
-        with bench.lib.context(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with bench.lib.context():
             bench.start(str(seed))
             x = bench.ragged(lengths, token, dtype, draw, ragged_dim)
             call, reference = rule(bench.xp, x.array, data, function)

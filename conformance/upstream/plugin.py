@@ -72,8 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     elif SUITE in ("liger", "quack"):
         import_module(f"{SUITE}_functions").install(SOURCE)
     elif SUITE == "torch_switch":
-        import scree.bridges.torch  # noqa: F401
-
+        import_module("scree.bridges.torch")
         torch.nn.attention.activate_flash_attention_impl("scree")
     if not HAS_CUDA and SUITE != "transformers":  # its tests ask for the device
         _run_on_cpu()

@@ -253,7 +253,7 @@ def main() -> int:
     for name, result in results.items():
         failures = result.pop("failures")
         print(name, json.dumps(result))
-        for test, message in failures.items():  # type: ignore[attr-defined]
+        for test, message in failures.items():
             print(f"  {test}: {message}")
     return int(any(result["failed"] for result in results.values()))
 

@@ -116,7 +116,7 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
             return "the Triton kernels run under no transform of torch.func, such as vmap"
         if backend(x).is_forward_mode():
             return "the Triton kernels compute no tangents, so forward mode needs the standard path"
-        return kernels.rejects(call)  # type: ignore[no-any-return]
+        return kernels.rejects(call)
 
     def note(call: Any) -> str | None:
         # A kernel that is unavailable is worse news than one that is not the fastest.

@@ -23,6 +23,7 @@ from scree_triton.runtime import fallback, launch
 pytestmark = [] if launch.INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 ROWS = (5, 17, 0, 1, 9)
+REPLACED = "another implementation replaces a kernel"
 DIFFERENTIABLE = [name for name in CALLS if name not in NOT_DIFFERENTIABLE]
 #: The operation of `scree.explain`, for calls with kernels of one module.
 EXPLAINED = {
@@ -120,7 +121,7 @@ def test_operators_whose_kernels_do_not_compile_fall_back(name, kernels_fail):
         expected = [loss.detach(), *gradients_of(loss, inputs)]
     kernels_fail()
     with PassThrough(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", REPLACED, RuntimeWarning)
         if name in NOT_DIFFERENTIABLE:
             got = CALLS[name](inputs.array(inputs.x), inputs.weight, inputs.classes)
             assert_close([got], [expected])
@@ -143,10 +144,10 @@ def test_compiled_program_whose_kernels_do_not_compile_trains(name, kernels_fail
     expected = [loss.detach(), *gradients_of(loss, inputs)]
     compiled = torch.compile(program, backend="aot_eager")
     kernels_fail()
-    with pytest.warns(RuntimeWarning, match="another implementation replaces a kernel"):
+    with pytest.warns(RuntimeWarning, match=REPLACED):
         loss = compiled(inputs.x, inputs.weight)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", REPLACED, RuntimeWarning)
         got = [loss.detach(), *gradients_of(loss, inputs)]
     assert_close(got, expected)
 
@@ -156,7 +157,7 @@ def test_explain_says_that_a_gradient_falls_back(kernels_fail):
     x = inputs.array(inputs.x)
     loss = scree.swiglu(x).values.sum()
     kernels_fail()
-    with pytest.warns(RuntimeWarning, match="another implementation replaces a kernel"):
+    with pytest.warns(RuntimeWarning, match=REPLACED):
         loss.backward()
     explanation = scree.explain("swiglu", x)
     assert explanation.provider == "triton"
@@ -329,7 +330,7 @@ def test_attention_kernel_that_does_not_compile_is_replaced_by_a_portable_one(
             for got, wanted in zip(run("attention", inputs), expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     messages = [str(w.message) for w in caught if "a Hopper kernel" in str(w.message)]
-    assert len(messages) == 1 and "another implementation replaces a kernel" in messages[0]
+    assert len(messages) == 1 and REPLACED in messages[0]
     heads = x.with_values(inputs.x.detach().reshape(-1, 4, 16))
     explanation = scree.explain("attention", heads, heads, heads)
     assert explanation.provider == "triton" and "a Hopper kernel" in explanation.note

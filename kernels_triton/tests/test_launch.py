@@ -372,7 +372,6 @@ def test_device_of_amd_runs_no_kernel_and_says_why(capability):
     assert not record.supports_pdl and not record.supports_sm90_gluon
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the package")
 def test_table_of_versions_in_the_documentation_is_the_table_of_the_code():
     _, section = PAGE.read_text().split("## Versions of Triton")
     documented = {

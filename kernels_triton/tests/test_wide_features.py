@@ -5,7 +5,7 @@ import torch
 from kernels_reference import Case, check, check_product, f16, f32
 
 from scree_triton.runtime.launch import INTERPRETED
-from scree_triton.segments import interface, merge_path, wide_features
+from scree_triton.segments import interface, reductions, wide_features
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (40, 2, 0, 9, 1, 4, 4, 0, 0, 17)
@@ -53,25 +53,25 @@ def test_gradient_of_a_product(lengths):
     check_product(lengths, (50,), f32, DEVICE, bounded=True)
 
 
-@pytest.mark.parametrize("map", [merge_path.NONE, merge_path.SOFTMAX], ids=["reduced", "mapped"])
+@pytest.mark.parametrize("map", [reductions.NONE, reductions.SOFTMAX], ids=["reduced", "mapped"])
 def test_counts_are_left_as_found(map, monkeypatch):
     """The next call on the stream finds zeros."""
     counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(wide_features, "counters", lambda device, number: counts[:number])
     x = torch.randn(180, 130, device=DEVICE)
     rows = interface.Rows(torch.tensor([0, 100, 101, 180], dtype=torch.int32, device=DEVICE), None)
-    first = interface.over_rows(x, rows, merge_path.LSE, map)
+    first = interface.over_rows(x, rows, reductions.LSE, map)
     assert not counts.any()
-    assert torch.equal(first, interface.over_rows(x, rows, merge_path.LSE, map))
+    assert torch.equal(first, interface.over_rows(x, rows, reductions.LSE, map))
 
 
 def test_cumulative_reverse_is_cumulative_of_the_flipped_rows():
     x = torch.randint(-9, 9, (193, 40), device=DEVICE).float()
     found, expected = (
-        interface.over_rows(values, rows(edges), merge_path.SUM, map)
+        interface.over_rows(values, rows(edges), reductions.SUM, map)
         for values, edges, map in (
-            (x, (0, 150, 150, 193), merge_path.CUMULATIVE_REVERSE),
-            (x.flip(0), (0, 43, 43, 193), merge_path.CUMULATIVE),
+            (x, (0, 150, 150, 193), reductions.CUMULATIVE_REVERSE),
+            (x.flip(0), (0, 43, 43, 193), reductions.CUMULATIVE),
         )
     )
     assert torch.equal(found, expected.flip(0))
@@ -83,12 +83,12 @@ def test_tokens_behind_the_last_row(longest):
     x = torch.randn(200, 20, device=DEVICE)
     x[8:] = torch.nan
     ragged = interface.Rows(rows((0, 3, 5, 5, 8)).offsets, longest)
-    found = interface.over_rows(x, ragged, merge_path.SUM, merge_path.CUMULATIVE)
+    found = interface.over_rows(x, ragged, reductions.SUM, reductions.CUMULATIVE)
     expected = torch.cat(
         [part.cumsum(0) for part in x[:8].split([3, 2, 0, 3])] + [torch.zeros_like(x[8:])]
     )
     torch.testing.assert_close(found, expected)
-    found = interface.over_rows(x, ragged, merge_path.SUM)
+    found = interface.over_rows(x, ragged, reductions.SUM)
     torch.testing.assert_close(
         found, torch.stack([part.sum(0) for part in x[:8].split([3, 2, 0, 3])])
     )

@@ -10,7 +10,7 @@ from .bridges.lists import from_lists
 from .dispatch.registry import register_kernel, unregister_kernel
 from .indexing.at import at
 from .namespace import namespace
-from .ragged import *  # noqa: F403
+from .ragged import *  # noqa: F403 (a generated list)
 
 if TYPE_CHECKING:
     from . import data, distributed, xp

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .demo import DemoError
 
     try:
-        return options.run(options)  # type: ignore[no-any-return]
+        status: int = options.run(options)
+        return status
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
@@ -160,7 +161,8 @@ def _run_program(command: str, *arguments: str) -> int:
             file=sys.stderr,
         )
         return 1
-    return program.main(list(arguments))  # type: ignore[no-any-return]
+    status: int = program.main(list(arguments))
+    return status
 
 
 def non_negative_int(text: str) -> int:

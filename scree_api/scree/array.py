@@ -1,4 +1,4 @@
-"""The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard.
+"""The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard and `at`.
 
 `Array` knows its layout and nothing above. Its operators, indexing and iteration call functions of
 higher layers through one hook, `UPPER`, which `scree.namespace` fills on import. Display and
@@ -70,7 +70,7 @@ class CachedAttribute(Generic[T]):
     # There is no `__set__`, so Python looks for a stored result before it calls this.
     def __get__(self, obj: Any, owner: type | None = None) -> T:
         if obj is None:
-            return self  # type: ignore[return-value]
+            return self  # type: ignore[return-value]  # the attribute of the class
         result = obj.__dict__[self.name] = self.derive(obj)
         return result
 
@@ -116,7 +116,6 @@ class Array:
     ragged_dim: int = 0
     max_length: int | None = None
 
-    __hash__ = None  # type: ignore[assignment]
     __array_ufunc__ = None  # NumPy arrays leave mixed operators to this class
 
     def __post_init__(self) -> None:
@@ -562,10 +561,10 @@ class Array:
     def __rmatmul__(self, other: Any, /) -> Array:
         return _reflected("matmul", self, other)
 
-    def __eq__(self, other: Any, /) -> Array:  # type: ignore[override]
+    def __eq__(self, other: Any, /) -> Array:  # type: ignore[override]  # object returns a bool
         return _binary("equal", self, other)
 
-    def __ne__(self, other: Any, /) -> Array:  # type: ignore[override]
+    def __ne__(self, other: Any, /) -> Array:  # type: ignore[override]  # object returns a bool
         return _binary("not_equal", self, other)
 
     def __lt__(self, other: Any, /) -> Array:
@@ -760,19 +759,22 @@ def _nbytes(xp: Any, x: Any) -> int:
 
 
 def _unary(function: str, x: Array) -> Array:
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x)  # type: ignore[no-any-return]
+    result: Array = getattr(UPPER.namespaces[x.layout.backend.name], function)(x)
+    return result
 
 
 def _binary(function: str, x: Array, other: Any) -> Array:
     if not isinstance(other, OPERANDS) and not is_array(other):
-        return NotImplemented  # type: ignore[no-any-return]
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x, other)  # type: ignore[no-any-return]
+        return NotImplemented  # type: ignore[no-any-return]  # Python asks the other operand
+    result: Array = getattr(UPPER.namespaces[x.layout.backend.name], function)(x, other)
+    return result
 
 
 def _reflected(function: str, x: Array, other: Any) -> Array:
     if not isinstance(other, OPERANDS) and not is_array(other):
-        return NotImplemented  # type: ignore[no-any-return]
-    return getattr(UPPER.namespaces[x.layout.backend.name], function)(other, x)  # type: ignore[no-any-return]
+        return NotImplemented  # type: ignore[no-any-return]  # Python asks the other operand
+    result: Array = getattr(UPPER.namespaces[x.layout.backend.name], function)(other, x)
+    return result
 
 
 #: Operands besides dense arrays.

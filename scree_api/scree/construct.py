@@ -53,7 +53,7 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         raise TypeError(f"arrays: expected a sequence of arrays, got {type(arrays).__name__}")
     call = PackCall(list(arrays), ragged_dim)
     try:
-        return _pack.run_call(call)  # type: ignore[no-any-return]
+        return _pack.run_call(call)
     except Exception:
         # Every library has an error of its own. Devices and shapes are compared only here, to save
         # time.

@@ -81,5 +81,5 @@ def html(arr: Array) -> str:
     return f"<div><b>scree.Array</b> {escape(_summary(arr))}<table>{head}{body}</table></div>"
 
 
-Array.__repr__ = text  # type: ignore[method-assign,assignment]
-Array._repr_html_ = html  # type: ignore[attr-defined]
+for method, function in {"__repr__": text, "_repr_html_": html}.items():
+    setattr(Array, method, function)

@@ -117,9 +117,11 @@ def _find_function(name: Any, arguments: list[Any]) -> Callable[..., Any]:
     if not isinstance(name, str):
         raise ValueError(f"name: expected the name of a function, got {name!r}")
     if name in ragged.__all__:
-        return getattr(ragged, name)  # type: ignore[no-any-return]
+        function: Callable[..., Any] = getattr(ragged, name)
+        return function
     if name in KINDS:
-        return getattr(_namespace_of(arguments), name)  # type: ignore[no-any-return]
+        function = getattr(_namespace_of(arguments), name)
+        return function
     if name in OPERATIONS:
         operation = OPERATIONS[name]
 

@@ -225,7 +225,8 @@ class Layout:
         if key not in cache:
             with self.backend.untraced(self.offsets):
                 cache[key] = derive()
-        return cache[key]  # type: ignore[no-any-return]
+        derived: T = cache[key]
+        return derived
 
     def pair_cache(self, other: Layout) -> dict[Any, Any]:
         """Return the cache of data derived from both layouts.
@@ -256,7 +257,8 @@ class Layout:
     @property
     def num_rows(self) -> int:
         """Number of rows, a Python integer."""
-        return self.offsets.shape[0] - 1  # type: ignore[no-any-return]
+        num_offsets: int = self.offsets.shape[0]
+        return num_offsets - 1
 
     @property
     def device(self) -> Any:

@@ -80,12 +80,14 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Namespace:
         lib = other
     if lib is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
-    return UPPER.namespaces[lib.name]  # type: ignore[no-any-return]
+    xp: Namespace = UPPER.namespaces[lib.name]
+    return xp
 
 
 def namespace_by_name(library: str) -> ModuleType:
     """Return the namespace of a library by its name; imports the library. See `scree.xp`."""
-    return UPPER.namespaces[backend_by_name(library).name]  # type: ignore[no-any-return]
+    module: ModuleType = UPPER.namespaces[backend_by_name(library).name]
+    return module
 
 
 def build_namespace(lib: Backend) -> None:
@@ -111,7 +113,7 @@ def build_namespace(lib: Backend) -> None:
             )
             setattr(module, name, extension)
             module.__all__.append(name)
-    module.ragged = ragged  # type: ignore[attr-defined]
+    module.__dict__["ragged"] = ragged
     module.__all__.append("ragged")
     UPPER.namespaces[lib.name] = module
 
@@ -137,9 +139,9 @@ def _make_module(
             value = update_wrapper(bind(value, x, table[x], lib), getattr(specification, x))
             value.__module__, value.__qualname__ = name, x
         setattr(module, x, value)
-    module.__all__ = [x for x in names if x[0] != "_"]  # type: ignore[attr-defined]
-    module.__dir__ = lambda: sorted(module.__all__)  # type: ignore[method-assign]
-    module.__getattr__ = missing  # type: ignore[method-assign]
+    public = [x for x in names if x[0] != "_"]
+    # Python looks for these functions in the dictionary of a module.
+    module.__dict__.update(__all__=public, __dir__=lambda: sorted(public), __getattr__=missing)
     return module
 
 

@@ -67,6 +67,7 @@ def _run(
                 timeout=timedelta(seconds=TIMEOUT),
             )
             work(rank, folder)
+        # The report has the traceback of any failure; then threads that never end do not matter.
         except BaseException:
             traceback.print_exc(file=report)
             report.flush()

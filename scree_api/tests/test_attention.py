@@ -72,7 +72,7 @@ def test_attention_scale_not_positive_gives_the_definition(
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not among the libraries under test")
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_attention_scale_not_positive_has_a_finite_gradient(scale: float) -> None:
     import torch
@@ -128,7 +128,7 @@ def test_attention_gradient_of_a_query_ignores_keys_that_it_does_not_see(
     assert np.isfinite(arrays.library.read(grad)[[0, 1, 2, 4, 5, 8, 40]]).all()
 
 
-@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+@pytest.mark.needs("jax")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_attention_gradient_of_jax_loops_ignores_nonfinite_keys_that_are_not_seen(
@@ -153,7 +153,7 @@ def test_attention_gradient_of_jax_loops_ignores_nonfinite_keys_that_are_not_see
     np.testing.assert_allclose(np.delete(got, 7, 0), np.delete(expected, 7, 0), rtol=1e-5)
 
 
-@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+@pytest.mark.needs("jax")
 def test_attention_of_jax_loops_rejects_deterministic_on_gpus_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,7 +184,7 @@ def gradients(q: Any, k: Any, v: Any, grad: Any, mask: Any, scale: float) -> tup
     return dq, dk, dv
 
 
-@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+@pytest.mark.needs("jax")
 @pytest.mark.parametrize(
     ("q_lengths", "window", "chunk"),
     [([70, 0, 300, 1, 150], (None, 0), 3), ([9, 4, 290, 40, 0], (30, 12), 7)],

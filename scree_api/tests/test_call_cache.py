@@ -147,7 +147,7 @@ def test_guards_of_torch_reject_every_call_under_a_transform(is_same_array: bool
 
 
 class Passive(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
@@ -203,7 +203,7 @@ def test_wrong_arguments_after_a_cached_call_raise(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     scree.attention(q, q, q, causal=True)
     with pytest.raises(TypeError, match="window"):
-        scree.attention(q, q, q, causal=True, window=[1, 2])  # type: ignore[arg-type]
+        scree.attention(q, q, q, causal=True, window=[1, 2])
     # Equal to the options of cached calls, but of another type.
     scree.attention(q, q, q, causal=True, window=1, scale=1.0, softcap=1.0)
     valid = {"causal": True, "window": 1, "scale": 1.0, "softcap": 1.0}
@@ -217,7 +217,7 @@ def test_wrong_arguments_after_a_cached_call_raise(asked: list[Any]) -> None:
     with pytest.raises(TypeError, match="alibi_slopes"):
         scree.attention(q, q, q, causal=True, alibi_slopes=[1.0, 2.0])
     with pytest.raises(TypeError, match="k: expected a ragged array"):
-        scree.attention(q, q.values, q, causal=True)  # type: ignore[arg-type]
+        scree.attention(q, q.values, q, causal=True)
     with pytest.raises(ValueError, match="k: expected head_dim 8"):
         scree.attention(q, like(q.with_values(torch.randn(5, 2, 4))), q, causal=True)
 

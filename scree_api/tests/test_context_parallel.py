@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +92,22 @@ def unshard_if(x: Any) -> torch.Tensor:
     return (x if x.layout.cut is None else unshard(x)).values.detach()
 
 
+def attend_with_lse(
+    q: Any, k: Any, v: Any, sinks: Any = None, *, causal: bool, window: Any
+) -> list[Any]:
+    """Return the result of attention and its log-sum-exp."""
+    return list(
+        scree.attention(q, k, v, causal=causal, window=window, sinks=sinks, return_lse=True)
+    )
+
+
 def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
     for seed in seeds:
         lengths, heads = make_lengths(seed), [(4, 2), (3, 1), (2, 2)][seed % 3]
         total = int(lengths.sum())
         leaves = [random(i, total, h, 4) for i, h in enumerate((*heads, heads[1]))]
         for causal, window in [*WINDOWS, (False, (6, None))]:
-
-            def attend(
-                q: Any,
-                k: Any,
-                v: Any,
-                sinks: Any = None,
-                options: Any = {"causal": causal, "window": window, "return_lse": True},  # noqa: B006
-            ) -> list[Any]:
-                return list(scree.attention(q, k, v, sinks=sinks, **options))
-
+            attend = partial(attend_with_lse, causal=causal, window=window)
             sinks = [random(9, heads[0])] if seed % 2 else []
             compare(attend, [*leaves, *sinks], lengths, 3, mesh)
     lengths = make_lengths(2)
@@ -136,11 +137,13 @@ def check_heads(mesh: Any, size: int) -> None:
             k: Any,
             v: Any,
             sinks: Any,
-            options: Any = {"causal": causal, "window": window},  # noqa: B006
+            causal: bool = causal,
+            window: Any = window,
             alibi_slopes: Any = slopes if i == 1 else None,
             has_lse: bool = i < 4,
         ) -> list[Any]:
-            options = {**options, "alibi_slopes": alibi_slopes, "return_lse": has_lse}
+            options: Any = {"causal": causal, "window": window}
+            options |= {"alibi_slopes": alibi_slopes, "return_lse": has_lse}
             result = scree.attention(q, k, v, sinks=sinks if has_lse else None, **options)
             return list(result) if has_lse else [result]
 

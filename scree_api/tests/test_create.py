@@ -64,7 +64,7 @@ def test_offsets_are_wide_from_two_billion_tokens_on() -> None:
     [[2, 0, 3], (2, 0, 3), range(1, 3), np.asarray([2, 0, 3], np.uint8), [np.int64(5)], []],
 )
 def test_lengths_come_in_many_forms(lengths: object) -> None:
-    expected = [int(n) for n in lengths]  # type: ignore[attr-defined]
+    expected = [int(n) for n in lengths]
     arr = scree.from_lengths(np.zeros((sum(expected), 2)), lengths)
     assert arr.lengths.tolist() == expected and arr.offsets.dtype == np.int32
     padded = scree.from_padded(np.zeros((len(expected), 5, 2)), lengths=lengths)

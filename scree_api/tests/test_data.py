@@ -87,7 +87,7 @@ def test_collate_invalid_field_raises() -> None:
     with pytest.raises(TypeError, match=r"x: rows\[1\]: expected a list"):
         collate([{"x": [1]}, {"x": None}])
     with pytest.raises(TypeError, match="samples: expected a list of samples, got NoneType"):
-        collate(None)  # type: ignore[arg-type]
+        collate(None)
 
 
 # ---------------------------------------------------------------- sampler
@@ -164,7 +164,7 @@ def test_sampler_invalid_argument_raises() -> None:
         TokenBudgetSampler(make_array(), 11)
     for cost in (None, (1,), (0, 0), (-1, 1), (1, np.nan), (1, np.inf), ("a", "b")):
         with pytest.raises(ValueError, match=r"cost: expected two finite numbers \(a, b\) >= 0"):
-            TokenBudgetSampler(LENGTHS, 20, cost=cost)  # type: ignore[arg-type]
+            TokenBudgetSampler(LENGTHS, 20, cost=cost)
     with pytest.raises(ValueError, match="window: expected at least 1, got 0"):
         TokenBudgetSampler(LENGTHS, 20, window=0)
     with pytest.raises(ValueError, match="rank: expected"):
@@ -397,7 +397,7 @@ def test_interleave_marks_modality_and_segment() -> None:
     with pytest.raises(ValueError, match="samples: expected at least one segment"):
         interleave([[]])
     with pytest.raises(TypeError, match="samples: expected an integer for each segment's modality"):
-        interleave([[("text", np.ones(2))]])  # type: ignore[list-item]
+        interleave([[("text", np.ones(2))]])
 
 
 @pytest.mark.needs("torch")

@@ -1,6 +1,7 @@
 """Files of ragged arrays: round trips, other readers, memory mapping, and errors for damage."""
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -252,12 +253,12 @@ def test_invalid_argument_raises(tmp_path: Path) -> None:
         ValueError,
         match="arrays: expected names without dots, NUL and surrogates, and not empty, got 3",
     ):
-        scree.save(tmp_path / "x.npz", {3: make()})  # type: ignore[dict-item]
+        scree.save(tmp_path / "x.npz", {3: make()})
     with pytest.raises(
         TypeError,
         match="arrays: expected a ragged array or a mapping of names to ragged arrays, got list",
     ):
-        scree.save(tmp_path / "x.npz", [make()])  # type: ignore[arg-type]
+        scree.save(tmp_path / "x.npz", [make()])
     with pytest.raises(TypeError, match=r"arrays\['a'\]: expected a ragged array"):
         scree.save(tmp_path / "x.npz", {"a": np.zeros(3)})
     with pytest.raises(TypeError, match="values: safetensors has no complex128"):
@@ -368,7 +369,6 @@ def test_save_failure_leaves_the_old_file(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- cost
 def test_load_many_arrays_holds_one_file_descriptor(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
     path = tmp_path / "x.safetensors"
     scree.save(path, {f"a{i}": make() for i in range(600)})
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -164,7 +164,7 @@ def test_grouped_matmul_of_short_rows_needs_little_memory(library: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prod", "any", "cumulative_sum", "mean"])
-@pytest.mark.skipif("jax" not in NAMES, reason="JAX is not among the libraries under test")
+@pytest.mark.needs("jax")
 def test_compiled_row_functions_of_short_rows_need_little_memory(name: str) -> None:
     import jax
 

@@ -43,7 +43,7 @@ def test_operator_dense_first_is_right_or_raises(name: str, function: str) -> No
         )
 
 
-@pytest.mark.skipif("mlx" not in NAMES, reason="MLX is not among the libraries under test")
+@pytest.mark.needs("mlx")
 def test_mlx_operator_dense_first_names_the_remedy() -> None:
     arrays = load("mlx")
     with pytest.raises(TypeError, match="expected the ragged array first"):

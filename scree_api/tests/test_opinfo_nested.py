@@ -8,25 +8,18 @@ SCREE_OPINFO=all runs every sample in every dtype.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import pytest
-from libraries import NAMES
+import torch
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
+from torch.testing._internal.opinfo.definitions.nested import njt_op_db
 
 import scree
 
-# The sessions of other backends leave PyTorch out; CI installs it, and skips nothing.
-if "torch" not in NAMES:
-    pytest.skip("the samples are PyTorch's", allow_module_level=True)
-import torch
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
-    from torch.testing._internal.opinfo.definitions.nested import njt_op_db
+pytestmark = pytest.mark.needs("torch")
 
 RUN_ALL = os.environ.get("SCREE_OPINFO") == "all"
 SAMPLES_PER_OPERATION = 6

@@ -167,7 +167,7 @@ def test_append_leaves_arrays_that_cannot_be_written(name: str) -> None:
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not among the libraries under test")
+@pytest.mark.needs("torch")
 def test_a_cache_with_gradient_is_refused() -> None:
     k_pages, v_pages, table, lengths = (to("torch", x) for x in make_cache([5, 3]))
     new = to("torch", make_queries([1, 1], heads=2))
@@ -175,7 +175,7 @@ def test_a_cache_with_gradient_is_refused() -> None:
         scree.append_paged(k_pages.requires_grad_(), v_pages, new, new, table, lengths)
 
 
-@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not among the libraries under test")
+@pytest.mark.needs("torch")
 def test_caches_of_8_bits_with_scales_per_head() -> None:
     import torch
 

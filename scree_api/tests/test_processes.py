@@ -1,7 +1,6 @@
 """A rank that fails or hangs fails the test, and threads that never end do not keep it."""
 
 import ctypes
-import sys
 import threading
 from pathlib import Path
 
@@ -44,7 +43,6 @@ def test_run_ranks_ends_ranks_with_threads_that_never_end(tmp_path: Path) -> Non
     assert (tmp_path / "done-0").exists()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="calls sleep of the C library")
 def test_run_ranks_of_a_rank_that_hangs_raises_its_stack(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"Timeout(.|\n)*in hold_the_interpreter"):
         run_ranks(hold_the_interpreter, 1, tmp_path, limit=1)

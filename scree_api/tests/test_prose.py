@@ -136,7 +136,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
     documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            constant = node.body[0].value  # type: ignore[attr-defined]  # the docstring
+            constant = node.body[0].value  # the docstring
             yield constant.lineno, constant.value
 
 

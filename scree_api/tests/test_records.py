@@ -32,7 +32,7 @@ def test_record_constructs_copies_and_replaces() -> None:
     assert not hasattr(point, "__dict__") and Point(1.0) != Point(1.0)
     for wrong in ({}, {"x": 1.0, "note": "a"}, {"x": 1.0, "z": 2.0}):
         with pytest.raises(TypeError, match="__init__"):
-            Point(**wrong)  # type: ignore[arg-type]
+            Point(**wrong)
 
 
 def test_record_is_traced_by_the_compiler_of_pytorch() -> None:

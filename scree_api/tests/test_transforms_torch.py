@@ -45,7 +45,8 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Dynamo's own, about the caches of array_api_compat
+        # Of the caches of array_api_compat.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
 
 

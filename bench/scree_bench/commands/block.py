@@ -113,7 +113,7 @@ def block(x: scree.Array, w: Weights, s: Sizes, mark: Mark = lambda _, y: y) -> 
 
 def plain(x: Any, w: Weights, s: Sizes, rotate: Function, attend: Function) -> Any:
     """Apply the block in PyTorch's functions, on (..., width); `rotate` applies the positions."""
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     y = (F.rms_norm(x, (s.width,), w.norm1, EPS) @ w.qkv).unflatten(-1, (-1, s.dim))
     q, k, v = y.split([s.heads, s.kv_heads, s.kv_heads], -2)
@@ -172,7 +172,7 @@ class Case:
 
     def padded(self) -> tuple[Function, Any]:
         """Return the form on a padded batch."""
-        import torch.nn.functional as F  # noqa: N812
+        import torch.nn.functional as F
 
         rotate = self._rotary(self.lib.make(np.arange(self.work.max_length), "int32"))
 

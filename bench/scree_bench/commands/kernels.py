@@ -302,7 +302,7 @@ def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
 
 def _cross_entropy(b: Batch) -> Operation:
     """Return the cross entropy with the features of a token as its logits."""
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     targets = b.classes(b.width)
 
@@ -333,7 +333,7 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
     """Return the cross entropy of tokens times weights, by default with two classes per feature."""
 
     def operation(b: Batch) -> Operation:
-        import torch.nn.functional as F  # noqa: N812
+        import torch.nn.functional as F
 
         count = classes or 2 * b.width
         targets, weight = b.classes(count), b.normal(count, b.width) / b.width**0.5

@@ -102,7 +102,7 @@ def functions(
     session: Session, lib: MeasuredLibrary, name: str, dtype: str, rows: scree.Array
 ) -> dict[str, Function]:
     """Return the norm of each contender by name; the norm of a sum returns the sum too."""
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     ours = partial(scree_norm, name, rows)
     eager = NORMS[name][0](F)
@@ -191,7 +191,7 @@ def _operation(
     if lib.name == "jax":
         return jax_operations.norm(name, partial(scree_norm, name, rows), leaves, traffic)
 
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     def build(run: Function) -> Contender:
         return lambda: (run, leaves)

@@ -150,7 +150,7 @@ def builds(lib: MeasuredLibrary, stream: Stream, operation: str) -> dict[str, Ca
         LOOP: by_row,
     }
     if lib.name == "torch":
-        import torch.nn.functional as F  # noqa: N812
+        import torch.nn.functional as F
 
         eager, nested = TORCH[operation]
 

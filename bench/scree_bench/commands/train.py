@@ -263,6 +263,9 @@ class _Run:
     def time(self, case: dict[str, Any], timed: int, profiled: bool) -> None:
         """Add the seconds of the timed steps, the rate of real tokens, and the peak of memory."""
         row = self.session.row(case, self.who)
+        training: Any
+        step: Any
+        first: Any
         try:
             training, begin = self._start(), perf_counter()
             with time_limit(self.session.patience):
@@ -302,8 +305,9 @@ class _Run:
         # A failure, such as a lack of memory, is a result; the other contenders still run.
         except Exception as error:
             row.add("step_s", Failure.of(error))
+        # Frees the memory of the device for the next contender.
         finally:
-            training = step = first = None  # type: ignore[assignment]
+            training = step = first = None
         self.session.say(_line(row))
         self.session.save()
 
@@ -335,6 +339,8 @@ class _Run:
         pending: list[Any] = []
         losses: list[float] = []
         times: list[tuple[int, float]] = []
+        training: Any
+        step: Any
         try:
             training = self._start()
             seconds_before = 0.0
@@ -390,8 +396,9 @@ class _Run:
         # A failure, such as a lack of memory, is a result; the other contenders still run.
         except Exception as error:
             row.add("loss_value", Failure.of(error))
+        # Frees the memory of the device for the next contender.
         finally:
-            training = step = None  # type: ignore[assignment]
+            training = step = None
         self.session.save()
 
     def _add_curve(

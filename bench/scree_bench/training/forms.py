@@ -264,7 +264,7 @@ def _flash2(plan: Plan, offsets: Any) -> Attend:
 def dense_loss(plan: Plan, head: Head) -> Loss:
     """Return the loss of padded rows, or of windows, by PyTorch's causal attention."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     def attend(*qkv: Any) -> Any:
         q, k, v = (x.transpose(1, 2) for x in qkv)

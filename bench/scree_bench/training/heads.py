@@ -71,7 +71,7 @@ def chunked(compiles: bool = False) -> Head:
 def full(compiles: bool = False) -> Head:
     """Return the loss from all logits at once."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     def loss(x: Any, weight: Any, labels: Any) -> Any:
         logits = (x @ weight.T).float().flatten(0, -2)

@@ -7,6 +7,8 @@ import math
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,9 +224,7 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         part, path = folder / "part", folder / f"step-{self.step:08d}"
         shutil.rmtree(part, ignore_errors=True)
-        with warnings.catch_warnings():
-            # Without a process group, the checkpoint of one process is meant.
-            warnings.simplefilter("ignore")
+        with _checkpoint_of_one_process():
             dcp.save(self._state(losses, seconds), checkpoint_id=part)
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
@@ -242,13 +242,20 @@ class Training:
         import torch.distributed.checkpoint as dcp
 
         state = self._state([], 0.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _checkpoint_of_one_process():
             dcp.load(state, checkpoint_id=paths[-1])
         step, epoch, position = (int(x) for x in state["progress"][:3])
         self.step = step
         self.batches.load({"epoch": epoch, "position": position})
         return state["losses"][:step].tolist(), float(state["progress"][3])
+
+
+@contextmanager
+def _checkpoint_of_one_process() -> Iterator[None]:
+    """Silence the question whether a checkpoint without a process group is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable", UserWarning)
+        yield
 
 
 def compiled_graphs() -> int:

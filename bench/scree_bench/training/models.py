@@ -133,7 +133,7 @@ def hidden_states(
         One function per layer with the arguments (tokens, branch, residual) of `layer`. By default
         `layer` with the parameters `p` and with `recompute`.
     """
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
     from torch.utils.checkpoint import checkpoint
 
     array = tokens.with_values
@@ -180,7 +180,7 @@ def layer(
     `p` has the parameters of the layer. The branch is None before the first layer. With `recomputes`
     the backward pass computes the activations again.
     """
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     array = tokens.with_values
 
@@ -243,7 +243,7 @@ def plain(
     backward pass computes whole layers again.
     """
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
     from torch.utils.checkpoint import checkpoint
 
     x = F.embedding(ids, p["embedding"])
@@ -272,7 +272,7 @@ def plain_layer(
     With `recomputes` the backward pass computes the activations again.
     """
     import torch
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     def product(x: Any, name: str) -> Any:
         if not size.positions:
@@ -301,7 +301,7 @@ def plain_layer(
 
 
 def _plain_norm(p: dict[str, Any], size: Size, name: str, x: Any) -> Any:
-    import torch.nn.functional as F  # noqa: N812
+    import torch.nn.functional as F
 
     if size.positions:
         return F.layer_norm(x, (size.width,), p[name], p[f"{name}.bias"], size.eps)

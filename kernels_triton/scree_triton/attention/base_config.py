@@ -152,7 +152,7 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output (total_q, heads, head_dim_v) and the log-sum-exp (heads, total_q)."""
         run = self.prepare_forward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes, seed)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, seed)
 
     def prepare_forward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -194,7 +194,7 @@ class LaunchConfig:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v, contiguous; dlse has the shape of lse."""
         run = self.prepare_backward(layout, q.shape[0], k.shape[0], spec)
-        return run(q, k, v, slopes, out, lse, dout, dlse, seed)  # type: ignore[no-any-return]
+        return run(q, k, v, slopes, out, lse, dout, dlse, seed)
 
     def prepare_backward(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec

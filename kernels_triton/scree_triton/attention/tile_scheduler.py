@@ -458,7 +458,7 @@ def schedule_tiles(
     if offsets.device in _failures:
         raise KernelUnavailableError(_failures[offsets.device])
     try:
-        return on_device(offsets.device.index, _schedule_tiles)(*arguments)  # type: ignore[no-any-return]
+        return on_device(offsets.device.index, _schedule_tiles)(*arguments)
     except COMPILE_ERRORS as error:
         _failures[offsets.device] = f"the tile schedule does not compile: {error}"
         raise KernelUnavailableError(_failures[offsets.device]) from error

@@ -524,7 +524,7 @@ def _standard(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> t
 
 def _standard_on(layout: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     call = GroupedCall(scree.Array.from_layout(x, layout), weight)
-    return OPERATIONS["grouped_matmul"].run_call(call, "standard").values  # type: ignore[no-any-return]
+    return OPERATIONS["grouped_matmul"].run_call(call, "standard").values
 
 
 def _standard_weight_gradient(
@@ -532,7 +532,7 @@ def _standard_weight_gradient(
 ) -> torch.Tensor:
     layout = scree.Array.unchecked(x, offsets, 0, None).layout
     weight = x.new_zeros((offsets.shape[0] - 1, x.shape[1], dy.shape[1]))
-    return gradients(partial(_standard_on, layout, x), (weight,), dy)[0]  # type: ignore[return-value]
+    return gradients(partial(_standard_on, layout, x), (weight,), dy)[0]
 
 
 # For gradients and operators; the dispatch of scree replaces the product of an eager call.
@@ -555,7 +555,7 @@ _differentiable_product = differentiable("Product", _record_product, _product_gr
 
 
 def _run_operator(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return _product(x, weight, offsets)  # type: ignore[no-any-return]
+    return _product(x, weight, offsets)
 
 
 def _fake(x, weight, offsets):
@@ -563,7 +563,7 @@ def _fake(x, weight, offsets):
 
 
 def _weight_operator(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return _weight_gradient(x, dy, offsets)  # type: ignore[no-any-return]
+    return _weight_gradient(x, dy, offsets)
 
 
 def _weight_fake(x, dy, offsets):

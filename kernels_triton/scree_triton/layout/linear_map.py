@@ -104,7 +104,7 @@ def _falling_back(run: Callable[..., Any]) -> Callable[..., Any]:
     The dispatch of scree replaces the kernel of an eager call.
     """
     module = f"{__package__}.interface"
-    return falls_back_to(getattr(standard, run.__name__), module)(run)  # type: ignore[no-any-return]
+    return falls_back_to(getattr(standard, run.__name__), module)(run)
 
 
 # The functions of the table for the gradients of eager code, which are differentiable themselves,

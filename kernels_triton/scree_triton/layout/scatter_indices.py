@@ -289,7 +289,7 @@ def mask_indices(
     """
     mask = mask.contiguous()
     words = mask.dtype == torch.bool and mask.data_ptr() % 16 == 0
-    return mark_config(mask.device, mask.dtype, mask.shape, total, dtype, words).run(mask)  # type: ignore[no-any-return]
+    return mark_config(mask.device, mask.dtype, mask.shape, total, dtype, words).run(mask)
 
 
 def last_tokens(index: torch.Tensor, size: int) -> torch.Tensor:

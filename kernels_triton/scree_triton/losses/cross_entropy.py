@@ -94,7 +94,7 @@ def _standard(
         losses = scree.cross_entropy(
             tokens, labels, reduction=reduction, kernel="standard", **keywords
         )
-        return losses if isinstance(losses, torch.Tensor) else losses.values  # type: ignore[no-any-return]
+        return losses if isinstance(losses, torch.Tensor) else losses.values
     call = CrossEntropyCall(tokens, labels, **keywords)
     return reduce_weighted(_standard_token_losses(call), reduction, options)
 
@@ -125,7 +125,7 @@ def _standard_backward(
     options: LossOptions,
 ) -> torch.Tensor:
     standard = partial(_standard, targets, reduction, options)
-    return gradients(standard, (x,), dloss)[0]  # type: ignore[return-value]
+    return gradients(standard, (x,), dloss)[0]
 
 
 @falls_back_to(_standard_backward)
@@ -209,7 +209,7 @@ def _run_operator(
         options=options,
         accuracies=accuracies if accuracy else None,
     )
-    return losses, stats, accuracies  # type: ignore[return-value]
+    return losses, stats, accuracies
 
 
 def _fake(x, classes, offsets, ignored, class_weights, label_smoothing, softcap, z_loss, accuracy):
@@ -234,7 +234,7 @@ def _backward_operator(
 ) -> torch.Tensor:
     targets = Targets(classes, offsets, ignored)
     options = LossOptions(label_smoothing, softcap, z_loss, x.shape[1], class_weights)
-    return _backward(dlosses, x, stats, None, targets, "none", options)  # type: ignore[no-any-return]
+    return _backward(dlosses, x, stats, None, targets, "none", options)
 
 
 def _backward_fake(dlosses, x, *_):
@@ -300,7 +300,7 @@ def kernel_reduction(call: Any) -> str:
     """Return the reduction that the kernels compute: they do not compute weighted means per row."""
     if call.reduction == "row_mean" and call.class_weights is not None:
         return "none"
-    return call.reduction  # type: ignore[no-any-return]
+    return call.reduction
 
 
 def reduce_with_weights(call: Any, losses: torch.Tensor, options: LossOptions) -> Any:

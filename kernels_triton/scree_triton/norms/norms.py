@@ -620,7 +620,7 @@ def _backward(
     needs_dweight: bool,
     needs_dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return config.backward(x, weight, dy, dsum, needs_dweight, needs_dbias)  # type: ignore[no-any-return]
+    return config.backward(x, weight, dy, dsum, needs_dweight, needs_dbias)
 
 
 def _record_norm(ctx, x, residual, weight, bias, config):

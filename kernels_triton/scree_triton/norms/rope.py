@@ -697,7 +697,7 @@ def _standard(
 
     def run(x: torch.Tensor) -> torch.Tensor:
         x = scree.Array.from_layout(x, layout)
-        return scree.rope(x, **options).values  # type: ignore[no-any-return]
+        return scree.rope(x, **options).values
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         # The gradient of a rotation is the inverse rotation, wherever it is computed.

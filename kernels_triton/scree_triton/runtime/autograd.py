@@ -42,7 +42,7 @@ def save_args(ctx: Any, args: Sequence[Any]) -> None:
 def saved_args(ctx: Any) -> list[Any]:
     """Return the arguments that `save_args` kept."""
     if not ctx.has_saved:
-        return ctx.args  # type: ignore[no-any-return]
+        return ctx.args
     tensors = iter(ctx.saved_tensors)
     return [next(tensors) if x is _SAVED else x for x in ctx.args]
 
@@ -99,5 +99,5 @@ def differentiable(
         return apply(*args) if is_transformed() else apply_in_c(*args)
 
     # Callers whose host time matters call this and save one Python function per call.
-    run.function, run.apply_in_c = function, apply_in_c  # type: ignore[attr-defined]
+    run.function, run.apply_in_c = function, apply_in_c
     return run

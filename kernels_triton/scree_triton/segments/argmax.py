@@ -11,12 +11,12 @@ from scree.ops.segment import SegmentCall
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from ..runtime.fallback import falls_back_to
-from . import merge_path
+from . import reductions
 from .interface import Rows, launch_config, layout_of, over_rows, rows_of, too_wide
 
 # A value and its position share a 64-bit search key, so values have at most 32 bits.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32)
-_SEARCHES = {"max": merge_path.ARGMAX, "min": merge_path.ARGMIN}
+_SEARCHES = {"max": reductions.ARGMAX, "min": reductions.ARGMIN}
 
 
 def _argmax_rows(x: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
@@ -27,7 +27,7 @@ def _standard(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str
 ) -> torch.Tensor:
     call = SegmentCall(op, x, layout_of(x, Rows(offsets, max_length)), x.dtype)
-    return OPERATIONS["segment_arg"].run_call(call, "standard")  # type: ignore[no-any-return]
+    return OPERATIONS["segment_arg"].run_call(call, "standard")
 
 
 @falls_back_to(_standard)

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ..runtime.launch import Launch, Number, Pointer, launch_args
 from ..sm90.pipeline import pdl_launch_dependents
-from .merge_path import COUNT_EQUAL, DOT, LSE, SUM_Y, combine, fast_exp, finite_or_zero, map_values
+from .reductions import COUNT_EQUAL, DOT, LSE, SUM_Y, combine, fast_exp, finite_or_zero, map_values
 
 CTAS_PER_CLUSTER = 8
 _TOKENS_PER_THREAD = 16

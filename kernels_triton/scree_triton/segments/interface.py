@@ -31,7 +31,7 @@ from ..runtime.launch import (
     launch_on_device,
     method_on_device,
 )
-from . import merge_path, wide_features
+from . import merge_path, reductions, wide_features
 
 # Tokens of a tile per warp.
 _TOKENS_PER_WARP = 512
@@ -77,23 +77,23 @@ _TRITON_DTYPES = {
     torch.int64: tl.int64,
 }
 OPS = {
-    "sum": merge_path.SUM,
-    "mean": merge_path.MEAN,
-    "prod": merge_path.PROD,
-    "max": merge_path.MAX,
-    "min": merge_path.MIN,
-    "any": merge_path.ANY,
-    "all": merge_path.ALL,
+    "sum": reductions.SUM,
+    "mean": reductions.MEAN,
+    "prod": reductions.PROD,
+    "max": reductions.MAX,
+    "min": reductions.MIN,
+    "any": reductions.ANY,
+    "all": reductions.ALL,
 }
 # Maps of the gradients that depend only on the gradient of the result, not on the values.
-_GRADIENT_MAPS = {"sum": merge_path.BROADCAST, "mean": merge_path.MEAN_BACKWARD}
+_GRADIENT_MAPS = {"sum": reductions.BROADCAST, "mean": reductions.MEAN_BACKWARD}
 # Searches, and the reduction that gives the extremum.
 _SEARCHES = {
-    merge_path.ARGMAX.value: merge_path.MAX.value,
-    merge_path.ARGMIN.value: merge_path.MIN.value,
+    reductions.ARGMAX.value: reductions.MAX.value,
+    reductions.ARGMIN.value: reductions.MIN.value,
 }
-_BOOLEAN_OPS = (merge_path.ANY.value, merge_path.ALL.value)
-_SCANS = (merge_path.CUMULATIVE.value, merge_path.CUMULATIVE_REVERSE.value)
+_BOOLEAN_OPS = (reductions.ANY.value, reductions.ALL.value)
+_SCANS = (reductions.CUMULATIVE.value, reductions.CUMULATIVE_REVERSE.value)
 
 
 class Rows(NamedTuple):
@@ -151,22 +151,22 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def _identity(op: int, dtype: torch.dtype) -> float | int:
     """Return the state of a reduction of no tokens, and the value of masked tokens."""
-    if op in (merge_path.MAX.value, merge_path.MIN.value, merge_path.LSE.value, *_SEARCHES):
-        sign = 1 if op == merge_path.MIN.value else -1
+    if op in (reductions.MAX.value, reductions.MIN.value, reductions.LSE.value, *_SEARCHES):
+        sign = 1 if op == reductions.MIN.value else -1
         if dtype.is_floating_point:
             return sign * float("inf")
         if dtype == torch.bool:
             return int(sign == 1)
         info = torch.iinfo(dtype)
         return info.max if sign == 1 else info.min
-    return int(op in (merge_path.PROD.value, merge_path.PROD_AND_ZEROS.value))
+    return int(op in (reductions.PROD.value, reductions.PROD_AND_ZEROS.value))
 
 
 def over_rows(
     x: torch.Tensor,
     rows: Rows,
     op: tl.constexpr,
-    map: tl.constexpr = merge_path.NONE,
+    map: tl.constexpr = reductions.NONE,
     *,
     y: torch.Tensor | None = None,
     row_a: torch.Tensor | None = None,
@@ -183,7 +183,7 @@ def over_rows(
     rows
         The offsets of the rows.
     op, map
-        The reduction and the map, constants of `merge_path`.
+        The reduction and the map, constants of `reductions`.
     row_a, row_b
         Operands with one entry per row, (n, ...), contiguous.
     dtype
@@ -198,7 +198,7 @@ def launch_config(
     x: torch.Tensor,
     rows: Rows,
     op: tl.constexpr,
-    map: tl.constexpr = merge_path.NONE,
+    map: tl.constexpr = reductions.NONE,
     *,
     y: torch.Tensor | None = None,
     row_a: torch.Tensor | None = None,
@@ -256,11 +256,7 @@ class _LaunchConfig:
         out = self.new(*self.out) if self.out else x
         if out.numel() == 0:
             return out
-        offsets = rows.offsets
-        if self.wide is not None:
-            wide_features.run(self.wide, x, y, row_a, row_b, out, offsets)
-            return out
-        sizes = self.sizes
+        offsets, sizes = rows.offsets, self.sizes
         x, kernel_out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
         if x is kernel_out:  # overwritten, and not read
             x = row_a
@@ -272,6 +268,9 @@ class _LaunchConfig:
             OUT=kernel_out,
             OFFSETS=offsets,
         )
+        if self.wide is not None:
+            wide_features.run(self.wide, tensors)
+            return out
         if self.cluster_size:
             n = offsets.shape[0] - 1
             parts = self.new(*contiguous((n, 2, self.cluster_size)), self.state_dtype)
@@ -411,7 +410,7 @@ def _launch_config(
     if max(compute_dtype.itemsize, state_dtype.itemsize) <= 4 and not (
         num_inputs == 2 and num_warps == 1
     ):
-        is_count = op == merge_path.COUNT_EQUAL.value
+        is_count = op == reductions.COUNT_EQUAL.value
         options |= dict(maxnreg=_MAX_REGISTERS_OF_COUNTS if is_count else _MAX_REGISTERS)
     key = device, dtypes, out and out[2]
     cluster_kernels = None
@@ -422,7 +421,7 @@ def _launch_config(
         and n
         and sizes.mean_length > _MIN_CLUSTER_LENGTH
         and compute_dtype == torch.float32
-        and op != merge_path.PROD_AND_ZEROS.value
+        and op != reductions.PROD_AND_ZEROS.value
     ):
         cluster_kernels = _cluster_kernels(device)
     has_parts = sizes.num_parts > 0
@@ -519,7 +518,7 @@ def _launch(
 
 
 def _standard(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
-    return standard_reduce(op, x, layout_of(x, rows), "standard", dtype)  # type: ignore[no-any-return]
+    return standard_reduce(op, x, layout_of(x, rows), "standard", dtype)
 
 
 def _standard_gradient(
@@ -533,7 +532,7 @@ def _standard_gradient(
 ) -> torch.Tensor:
     x = dout.new_zeros(shape, dtype=dtype) if x is None else x
     rows = rows._replace(layout=layout_of(x, rows))
-    return gradients(lambda x: _standard(x, rows, op, dout.dtype), (x,), dout)[0]  # type: ignore[return-value]
+    return gradients(lambda x: _standard(x, rows, op, dout.dtype), (x,), dout)[0]
 
 
 @falls_back_to(_standard_gradient)
@@ -556,15 +555,15 @@ def _gradient(
         return over_rows(
             dout.new_empty(shape, dtype=dtype),
             rows,
-            merge_path.NONE,
+            reductions.NONE,
             _GRADIENT_MAPS[op],
             row_a=dout,
         )
     x = x.contiguous()
     if op == "prod":
-        return over_rows(x, rows, merge_path.PROD_AND_ZEROS, merge_path.PROD_BACKWARD, row_a=dout)
+        return over_rows(x, rows, reductions.PROD_AND_ZEROS, reductions.PROD_BACKWARD, row_a=dout)
     return over_rows(
-        x, rows, merge_path.COUNT_EQUAL, merge_path.EXTREMUM_BACKWARD, row_a=out, row_b=dout
+        x, rows, reductions.COUNT_EQUAL, reductions.EXTREMUM_BACKWARD, row_a=out, row_b=dout
     )
 
 

@@ -11,7 +11,7 @@ from scree.ops.segment import SegmentCall
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.fallback import falls_back_to, gradients
-from . import interface, merge_path
+from . import interface, reductions
 from .interface import OPS, Rows, launch_config, layout_of, over_rows, rows_of
 
 
@@ -22,13 +22,13 @@ def _standard(
 
     def run(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         call = SegmentCall(op, x, layout, dtype)
-        return OPERATIONS["segment_scan"].run_call(call, "standard")  # type: ignore[no-any-return]
+        return OPERATIONS["segment_scan"].run_call(call, "standard")
 
     if not reverse:
         return run(x, dtype)
     # A sum from the end of each row is the gradient of a sum from its start.
     zeros = x.new_zeros(x.shape, dtype=dtype)
-    return gradients(lambda zeros: run(zeros, x.dtype), (zeros,), x)[0]  # type: ignore[return-value]
+    return gradients(lambda zeros: run(zeros, x.dtype), (zeros,), x)[0]
 
 
 @falls_back_to(_standard)
@@ -37,7 +37,7 @@ def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, reverse: boo
         x.contiguous(),
         rows,
         OPS[op],
-        merge_path.CUMULATIVE_REVERSE if reverse else merge_path.CUMULATIVE,
+        reductions.CUMULATIVE_REVERSE if reverse else reductions.CUMULATIVE,
         dtype=dtype,
     )
 
@@ -105,7 +105,7 @@ def segment_scan(call: Any) -> torch.Tensor:
 def prepare_segment_scan(call: Any) -> Callable[..., torch.Tensor]:
     """Return a function for calls with the same metadata."""
     config = launch_config(
-        call.values, rows_of(call.layout), OPS[call.op], merge_path.CUMULATIVE, dtype=call.dtype
+        call.values, rows_of(call.layout), OPS[call.op], reductions.CUMULATIVE, dtype=call.dtype
     )
     requires_grad = call.values.requires_grad
 

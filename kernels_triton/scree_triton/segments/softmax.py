@@ -13,7 +13,7 @@ from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from ..runtime.fallback import falls_back_to, gradients
-from . import merge_path
+from . import reductions
 from .interface import Rows, launch_config, layout_of, over_rows, rows_of, too_wide
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,14 +31,14 @@ class _Passes(NamedTuple):
 
 _PASSES = {
     "softmax": _Passes(
-        (merge_path.LSE, merge_path.SOFTMAX), (merge_path.DOT, merge_path.SOFTMAX_BACKWARD)
+        (reductions.LSE, reductions.SOFTMAX), (reductions.DOT, reductions.SOFTMAX_BACKWARD)
     ),
     "log_softmax": _Passes(
-        (merge_path.LSE, merge_path.LOG_SOFTMAX),
-        (merge_path.SUM_Y, merge_path.LOG_SOFTMAX_BACKWARD),
+        (reductions.LSE, reductions.LOG_SOFTMAX),
+        (reductions.SUM_Y, reductions.LOG_SOFTMAX_BACKWARD),
     ),
     "logsumexp": _Passes(
-        (merge_path.LSE, merge_path.NONE), (merge_path.LSE, merge_path.LOGSUMEXP_BACKWARD)
+        (reductions.LSE, reductions.NONE), (reductions.LSE, reductions.LOGSUMEXP_BACKWARD)
     ),
 }
 
@@ -49,7 +49,7 @@ def _launch_config(x: torch.Tensor, rows: Rows, kind: str) -> Any:
 
 def _standard(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
     out = getattr(scree, kind)(scree.Array.from_layout(x, layout_of(x, rows)), kernel="standard")
-    return out if kind == "logsumexp" else out.values  # type: ignore[no-any-return]
+    return out if kind == "logsumexp" else out.values
 
 
 def _standard_backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ num_tokens, num_steps         number of tokens of each thread group, and the max
 import triton
 import triton.language as tl
 
-from .merge_path import (
+from .reductions import (
     ALL,
     ANY,
     ARGMAX,

@@ -42,8 +42,8 @@ from ..runtime.launch import (
     launch_args,
 )
 from ..runtime.recording import recorded_zeros
-from . import merge_path
-from .merge_path import (
+from . import reductions
+from .reductions import (
     ARGMAX,
     ARGMIN,
     CUMULATIVE,
@@ -109,8 +109,8 @@ _MIN_COUNTERS = 1 << 14
 # The counters of each device and stream.
 _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
 # Maps that read no tokens.
-MAPS_WITHOUT_INPUT = (merge_path.BROADCAST.value, merge_path.MEAN_BACKWARD.value)
-_SCANS = (merge_path.CUMULATIVE.value, merge_path.CUMULATIVE_REVERSE.value)
+MAPS_WITHOUT_INPUT = (reductions.BROADCAST.value, reductions.MEAN_BACKWARD.value)
+_SCANS = (reductions.CUMULATIVE.value, reductions.CUMULATIVE_REVERSE.value)
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
@@ -616,32 +616,14 @@ class WidePartitionArgs:
     search_stride: Number
 
 
-def run(
-    config: "LaunchConfig",
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    row_a: torch.Tensor | None,
-    row_b: torch.Tensor | None,
-    out: torch.Tensor,
-    offsets: torch.Tensor,
-) -> None:
-    """Fill `out` as described in `interface.over_rows`, on the device of the arrays."""
-    x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    if x is out:  # overwritten, and not read
-        x = row_a
-    tensors = dict(
-        X=x,
-        Y=x if y is None else y,
-        ROW_A=x if row_a is None else row_a,
-        ROW_B=x if row_b is None else row_b,
-        OUT=out,
-        OFFSETS=offsets,
-    )
+def run(config: "LaunchConfig", tensors: dict[str, torch.Tensor]) -> None:
+    """Fill OUT as described in `interface.over_rows`; the tensors have the names of the arguments."""
     if config.num_counters:
-        parts = counts = offsets
+        parts = counts = tensors["OFFSETS"]
         if config.parts:
-            parts = empty(x.device.type)(*config.parts)
-            counts = counters(x.device, config.num_counters)
+            device = tensors["OUT"].device
+            parts = empty(device.type)(*config.parts)
+            counts = counters(device, config.num_counters)
         args = config.args(**tensors, PARTS=parts, COUNTS=counts)
     else:
         args = config.args(**tensors)
@@ -721,7 +703,7 @@ def make_config(
     )
     if op and n and _MIN_MEAN_LENGTH * n <= total <= _MAX_MEAN_LENGTH * n and rows_fit:
         row_configs = {
-            merge_path.DOT.value: _ROW_CONFIGS_OF_DOT,
+            reductions.DOT.value: _ROW_CONFIGS_OF_DOT,
             PROD_AND_ZEROS.value: _ROW_CONFIGS_OF_PROD_AND_ZEROS,
             ARGMAX.value: _ROW_CONFIGS_OF_SEARCHES,
             ARGMIN.value: _ROW_CONFIGS_OF_SEARCHES,

@@ -233,7 +233,7 @@ def _is_standard(x: Any) -> bool:
 def constant(f: F) -> F:
     """Mark a function of constants, so that `torch.compile` calls it instead of tracing it."""
     # As torch.compiler.assume_constant_result does, but without importing PyTorch.
-    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    f.__dict__["_dynamo_marked_constant"] = True
     return f
 
 

@@ -510,6 +510,7 @@ def _check_cost(cost: Any) -> tuple[float, float]:
     """Return the cost as two numbers."""
     try:
         a, b = map(float, cost)
+    # The check below reports all that is no pair of numbers.
     except (TypeError, ValueError):
         a = b = math.nan
     if not (math.isfinite(a) and math.isfinite(b) and min(a, b) >= 0 and max(a, b) > 0):

@@ -4,10 +4,10 @@
 `train_mlx`), because gradients and optimizers belong to the library.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -104,6 +104,36 @@ def to_library(x: Any, asarray: Callable[[np.ndarray], Any]) -> Any:
     return scree.from_offsets(asarray(x.values), asarray(x.offsets), max_length=x.max_length)
 
 
+class Losses(Protocol):
+    """The function `losses` of the module with the training loop of a library."""
+
+    def __call__(
+        self,
+        loss: Callable[..., Any],
+        weights: dict[str, np.ndarray],
+        batches: Iterable[Any],
+        learning_rate: float,
+    ) -> Iterator[float]:
+        """Train on the batches, and yield the loss of each before its update.
+
+        Parameters
+        ----------
+        loss
+            ``loss(weights, *batch)``.
+        weights
+            The initial weights.
+        batches
+            Tuples of ragged or dense NumPy arrays.
+        learning_rate
+            Learning rate of Adam.
+
+        Yields
+        ------
+        float
+            The loss.
+        """
+
+
 def curve(
     backend: str,
     texts: list[str],
@@ -130,7 +160,7 @@ def curve(
         The loss in nats per byte.
     """
     loss, batches = (lm.padded_loss, padded_batches) if padded else (lm.loss, ragged_batches)
-    losses: Callable[..., Iterator[float]] = import_module(f"{__package__}.train_{backend}").losses
+    losses: Losses = import_module(f"{__package__}.train_{backend}").losses
     return losses(loss, lm.weights(seed=seed), batches(texts, steps, seed, size), LEARNING_RATE)
 
 

@@ -17,24 +17,7 @@ def losses(
     batches: Iterable[Any],
     learning_rate: float,
 ) -> Iterator[float]:
-    """Train on the batches, and yield the loss of each before its update.
-
-    Parameters
-    ----------
-    loss
-        ``loss(weights, *batch)``.
-    weights
-        The initial weights.
-    batches
-        Tuples of ragged or dense NumPy arrays.
-    learning_rate
-        Learning rate of Adam.
-
-    Yields
-    ------
-    float
-        The loss.
-    """
+    """Train on the batches, and yield the loss of each before its update; see `train.Losses`."""
     import jax
     import optax
 

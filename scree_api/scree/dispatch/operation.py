@@ -13,7 +13,7 @@ from _thread import get_ident  # importing `threading` takes longer than this mo
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..array import Array
 from ..backends import backend
@@ -26,6 +26,7 @@ ANY_LIBRARY = "any"  # the library of every standard implementation
 
 Rejects = Callable[[Any], str | None]
 Prepare = Callable[[Any], Callable[..., Any] | None]
+Result = TypeVar("Result")  # of the standard implementation, and so of every kernel
 
 
 def rejects_nothing(call: Any) -> None:
@@ -69,7 +70,7 @@ class Kernel:
     note: Rejects = rejects_nothing
 
 
-class Operation:
+class Operation(Generic[Result]):
     """A named computation with a standard implementation and any number of kernels.
 
     Attributes
@@ -91,7 +92,11 @@ class Operation:
     __slots__ = ("internal", "kernels", "name", "record", "unavailable")
 
     def __init__(
-        self, name: str, record: Callable[..., Any], standard: Callable[[Any], Any], internal: bool
+        self,
+        name: str,
+        record: Callable[..., Any],
+        standard: Callable[[Any], Result],
+        internal: bool,
     ) -> None:
         self.name, self.record, self.internal = name, record, internal
         # The kernels of a library are inserted before the first entry with a `library`.
@@ -104,7 +109,7 @@ class Operation:
         options: dict[str, Any],
         kernel: str | None = None,
         short_key: tuple[Any, ...] | None = None,
-    ) -> Any:
+    ) -> Result:
         """Run a call; use the prepared kernel of the call cache if one matches.
 
         A decision is cached if the chosen kernel has `prepare`, and only kernels of other libraries
@@ -130,7 +135,8 @@ class Operation:
             return self.run_call(self.record(**arrays, **options), kernel)
         # No call on shards is in the cache.
         if type(operand) is Array and (cut := operand.layout.cut) is not None:
-            return cut.run(self, arrays, options, kernel)
+            result: Result = cut.run(self, arrays, options, kernel)
+            return result
         kernels = self.kernels
         entries: list[call_cache.Entry] | None = None
         values: list[Any] = []
@@ -145,7 +151,8 @@ class Operation:
             for entry in entries:
                 if entry.kernels is kernels and entry.guard(*values):
                     try:
-                        return entry.run(**arrays)
+                        result = entry.run(**arrays)
+                        return result
                     # Validation below selects a kernel again, and says why.
                     except KernelUnavailableError:
                         break
@@ -220,16 +227,17 @@ class Operation:
             if kernel.provider in rejected
         )
 
-    def run_call(self, call: Any, kernel: str | None = None) -> Any:
+    def run_call(self, call: Any, kernel: str | None = None) -> Result:
         """Run a validated call on the named kernel, or on the first that accepts it; never cached."""
         chosen, rejected = self.select(call, kernel)
         if OBSERVERS and not self.internal and (observer := OBSERVERS.get(get_ident())):
             observer(chosen.provider, rejected, chosen.note(call))
         return self._run_on(chosen, call, kernel)
 
-    def _run_on(self, chosen: Kernel, call: Any, kernel: str | None) -> Any:
+    def _run_on(self, chosen: Kernel, call: Any, kernel: str | None) -> Result:
         try:
-            return chosen.run(call)
+            result: Result = chosen.run(call)
+            return result
         except KernelUnavailableError as error:
             self.unavailable[chosen.provider, _kind_of(call)] = str(error)
             message = f"{self.name}: {chosen.provider!r} cannot run this kind of call: {error}"
@@ -277,7 +285,7 @@ def _kind_of(call: Any) -> tuple[Any, ...]:
 
 
 #: All operations by name.
-OPERATIONS: dict[str, Operation] = {}
+OPERATIONS: dict[str, Operation[Any]] = {}
 
 #: Thread id -> callback that receives the selected kernel; `scree.explain` enters its own.
 OBSERVERS: dict[int, Callable[[str, dict[str, str], str | None], None]] = {}
@@ -285,7 +293,7 @@ OBSERVERS: dict[int, Callable[[str, dict[str, str], str | None], None]] = {}
 
 def define_operation(
     name: str, record: Callable[..., Any], *, internal: bool = False
-) -> Callable[[Callable[[Any], Any]], Operation]:
+) -> Callable[[Callable[[Any], Result]], Operation[Result]]:
     """Define an operation; the decorated function is its standard implementation.
 
     Parameters
@@ -305,8 +313,9 @@ def define_operation(
         function runs.
     """
 
-    def decorate(standard: Callable[[Any], Any]) -> Operation:
-        OPERATIONS[name] = Operation(name, record, standard, internal)
-        return OPERATIONS[name]
+    def decorate(standard: Callable[[Any], Result]) -> Operation[Result]:
+        operation = Operation(name, record, standard, internal)
+        OPERATIONS[name] = operation
+        return operation
 
     return decorate

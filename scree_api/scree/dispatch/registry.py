@@ -179,7 +179,7 @@ def kernels(operation: str) -> tuple[Kernel, ...]:
     return tuple(get_operation(operation).kernels)
 
 
-def get_operation(name: str) -> Operation:
+def get_operation(name: str) -> Operation[Any]:
     """Return an operation by name; raise `ValueError` if there is none."""
     if not isinstance(name, str) or name not in OPERATIONS:
         names = ", ".join(sorted(OPERATIONS))

@@ -68,8 +68,6 @@ class Cut(ShardOperations):
             and np.array_equal(self.pieces.ranks, other.pieces.ranks)
         )
 
-    __hash__ = None  # type: ignore[assignment]
-
     def make_layout(self) -> Layout:
         """Return the layout of shards: the layout of this rank's tokens, with the cut."""
         local = self.local_layout

@@ -127,8 +127,6 @@ class ShardCut(RowCut):
             and np.array_equal(self.pieces.ranks, other.pieces.ranks)
         )
 
-    __hash__ = None  # type: ignore[assignment]
-
     def token_index(self) -> np.ndarray:
         """Return the index in the whole rows of each token of all devices; 0 for tokens of no row."""
         index = np.zeros(self.group.size * self.capacity, np.int64)
@@ -187,8 +185,6 @@ class LocalCut(ShardOperations):
     def __eq__(self, other: object) -> bool:
         """Return whether both cuts divide the same rows over the same devices in the same way."""
         return bool(self.outer == other)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def static_layout(self, layout: Layout) -> Layout:
         """Return the layout of `outer`, which contains no tracers; see `RowCut`."""

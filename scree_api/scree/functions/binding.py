@@ -73,7 +73,7 @@ def library_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
 
 #: Name of a kind -> implementation, the operands that decide whether a call is ragged, and the rule for the
 #: dtype of the result.
-IMPLEMENTATIONS: dict[str, tuple[FunctionType, str, Function | None]] = {}
+IMPLEMENTATIONS: dict[str, tuple[Function, str, Function | None]] = {}
 
 
 def implements(
@@ -99,7 +99,7 @@ def implements(
 
     def register(implementation: F) -> F:
         for kind in kinds:
-            IMPLEMENTATIONS[kind] = implementation, ragged, dtype_rule  # type: ignore[assignment]
+            IMPLEMENTATIONS[kind] = implementation, ragged, dtype_rule
         return implementation
 
     return register

@@ -42,7 +42,7 @@ def matmul(x1: Any, x2: Any, /, *, std: Standard) -> Array:
         )
     checks.check_dense("matmul", x2, x1.values)
     if x2.ndim == 3:
-        return _grouped_matmul.run({"x": x1, "weight": x2}, {})  # type: ignore[no-any-return]
+        return _grouped_matmul.run({"x": x1, "weight": x2}, {})
     k = x1.values.shape[-1]
     if x2.shape[0] != k:
         raise ValueError(

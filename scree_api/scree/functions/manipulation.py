@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
@@ -44,11 +45,11 @@ def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
     return first.with_values(std.function([x.values for x in arrays], axis=axis - 1))
 
 
-def _check_all_ragged(arrays: Any) -> Array:
+def _check_all_ragged(arrays: Sequence[Array]) -> Array:
     """Return the first array; raise unless all are ragged."""
     for i, x in enumerate(arrays):
         check_ragged(f"arrays[{i}]", x)
-    return arrays[0]  # type: ignore[no-any-return]
+    return arrays[0]
 
 
 def _check_same_axes(arrays: list[Array], except_axis: int) -> None:
@@ -78,8 +79,8 @@ def _concat_batches(arrays: list[Array], values: Any) -> Array:
     """Return the rows of all arrays as one batch; `values` holds their concatenated values."""
     layouts, dim = [x.layout for x in arrays], arrays[0].ragged_dim
     backend, xp, total = layouts[0].backend, layouts[0].xp, sum(layout.total for layout in layouts)
-    bounds = [layout.max_length for layout in layouts]
-    longest = None if None in bounds else max(bounds)  # type: ignore[type-var]
+    bounds = [layout.max_length for layout in layouts if layout.max_length is not None]
+    longest = max(bounds) if len(bounds) == len(layouts) else None
     offsets = [layout.offsets_as_index(total) for layout in layouts]
     bases = accumulate((layout.total for layout in layouts[:-1]), initial=0)  # in `values`
     shifted = [x + base for x, base in zip(offsets, bases, strict=True)]
@@ -108,9 +109,9 @@ def joined_layout(layouts: list[Layout]) -> Layout:
 
 
 def _join_pair(a: Layout, b: Layout) -> Layout:
-    total = a.total + b.total
-    bounds = a.max_length, b.max_length
-    longest = None if None in bounds else sum(bounds)  # type: ignore[arg-type]
+    total, longest = a.total + b.total, None
+    if a.max_length is not None and b.max_length is not None:
+        longest = a.max_length + b.max_length
     offsets = a.offsets_as_index(total) + b.offsets_as_index(total)
     return Layout(a.backend, offsets, total, longest)
 

@@ -84,7 +84,7 @@ def _is_integer(key: Any) -> bool:
         return False
     if isinstance(key, int) or not is_array(key):
         return hasattr(key, "__index__")
-    return key.ndim == 0 and backend(key).xp.isdtype(key.dtype, "integral")  # type: ignore[no-any-return]
+    return key.ndim == 0 and bool(backend(key).xp.isdtype(key.dtype, "integral"))
 
 
 def _is_full(key: Any) -> bool:
@@ -162,7 +162,7 @@ def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     new = Layout.from_host_lengths(old.backend, np.diff(old.read_offsets())[rows], like=arr.offsets)
     distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
     starts = old.xp.take(old.offsets[:-1], old.to_index(rows), axis=0)
-    return _select.run_call(SelectCall(arr, new, starts, distinct=distinct), kernel)  # type: ignore[no-any-return]
+    return _select.run_call(SelectCall(arr, new, starts, distinct=distinct), kernel)
 
 
 def _slice(arr: Array, key: slice) -> Array:
@@ -195,7 +195,7 @@ def select(arr: Array, new: Layout, starts: Any, step: int = 1, *, distinct: boo
     Row i holds the tokens of `arr` at ``starts[i]``, ``starts[i] + step``, ...; `starts` are (n,)
     indices into the values.
     """
-    return _select.run_call(SelectCall(arr, new, starts, step, distinct))  # type: ignore[no-any-return]
+    return _select.run_call(SelectCall(arr, new, starts, step, distinct))
 
 
 @record

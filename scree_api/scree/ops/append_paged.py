@@ -215,7 +215,7 @@ def append_paged(
             entry = _append_paged.recall(values, k.layout, key, second)
             if entry is not None:
                 try:
-                    return entry.run(  # type: ignore[no-any-return]
+                    results: tuple[Any, ...] = entry.run(
                         k=k,
                         v=v,
                         q=q,
@@ -224,6 +224,7 @@ def append_paged(
                         page_table=page_table,
                         kv_lengths=kv_lengths,
                     )
+                    return results
                 except KernelUnavailableError:
                     pass  # the validation selects a kernel again
     arrays = {
@@ -240,7 +241,7 @@ def append_paged(
         options["rope"], tables = _rope_options(rope)
         if any(x is not None for x in tables):
             arrays |= tables._asdict()
-    return _append_paged.run(arrays, options, kernel, key)  # type: ignore[no-any-return]
+    return _append_paged.run(arrays, options, kernel, key)
 
 
 def _rope_options(rope: Any) -> tuple[RopeOptions, Tables]:

@@ -124,7 +124,7 @@ def conv1d(
     [[1.0, 1.0, 2.0], [8.0]]
     """
     options = {"padding": padding, "groups": groups, "dilation": dilation}
-    return _conv1d.run({"x": x, "weight": weight, "bias": bias}, options, kernel)  # type: ignore[no-any-return]
+    return _conv1d.run({"x": x, "weight": weight, "bias": bias}, options, kernel)
 
 
 @define_operation("conv1d", Conv1dCall)

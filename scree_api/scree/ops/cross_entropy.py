@@ -531,7 +531,8 @@ def tokens_per_part(call: LinearCrossEntropyCall) -> int:
     """Return the number of tokens whose logits exist at a time."""
     (total, width), classes = call.values.shape, call.weight.shape[0]
     limit = call.max_logits or max(MAX_LOGITS, total * width, classes * width)
-    return max(1, limit // classes)  # type: ignore[no-any-return]
+    tokens: int = limit // classes
+    return max(1, tokens)
 
 
 def losses_of_part(

@@ -101,7 +101,7 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
     if _check_axis(axis) == 0:
         checks.check_integers("index", index, check_ragged("x", x).values)
         return take_rows(x, read_row_index(index, x.batch_size), kernel)
-    return _gather.run({"index": index, "x": x}, {}, kernel)  # type: ignore[no-any-return]
+    return _gather.run({"index": index, "x": x}, {}, kernel)
 
 
 @define_operation("gather", GatherCall)

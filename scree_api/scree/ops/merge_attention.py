@@ -106,7 +106,7 @@ def merge_attention(
     True
     """
     parts: list[Any] = [tuple(x) if isinstance(x, list) else x for x in (outputs, lses)]
-    return _merge_attention.run_call(MergeAttentionCall(*parts), kernel)  # type: ignore[no-any-return]
+    return _merge_attention.run_call(MergeAttentionCall(*parts), kernel)
 
 
 @define_operation("merge_attention", MergeAttentionCall)

@@ -305,7 +305,7 @@ def to_padded(
            [ 2,  3,  4]])
     """
     options = {"side": side, "fill_value": fill_value, "length": length}
-    return _pad.run({"arr": arr}, options, kernel)  # type: ignore[no-any-return]
+    return _pad.run({"arr": arr}, options, kernel)
 
 
 @record

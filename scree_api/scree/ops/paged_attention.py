@@ -319,7 +319,8 @@ def _run_shared(
         )
         for entry in entries or ():
             if entry.kernels is kernels and entry.guard(*values):
-                return entry.run(**arrays)  # type: ignore[no-any-return]
+                results: tuple[Any, Any] = entry.run(**arrays)
+                return results
     else:
         entries, values = None, []
     call = PagedAttentionCall(**arrays, **options)

@@ -132,9 +132,10 @@ class RopeScaling:
                 checks.check_flag(name, x)
             else:
                 checks.check_number(name, x, above=0)
-        if kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # type: ignore[operator]
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if kind == "llama3" and low is not None and high is not None and not low < high:
             raise ValueError(
-                f"scaling: expected low_freq_factor < high_freq_factor, got {self.low_freq_factor} and {self.high_freq_factor}"
+                f"scaling: expected low_freq_factor < high_freq_factor, got {low} and {high}"
             )
 
     def resolve(self, rotary_dim: int, theta: float) -> FrequencyScaling | None:

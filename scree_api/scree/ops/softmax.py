@@ -88,7 +88,7 @@ def softmax(x: Array, /, *, axis: int | None = None, kernel: str | None = None) 
            [0.5, 0.5],
            [0.5, 0.5]])
     """
-    return _softmax.run({"x": x}, {"axis": axis}, kernel)  # type: ignore[no-any-return]
+    return _softmax.run({"x": x}, {"axis": axis}, kernel)
 
 
 def log_softmax(x: Array, /, *, axis: int | None = None, kernel: str | None = None) -> Array:
@@ -115,7 +115,7 @@ def log_softmax(x: Array, /, *, axis: int | None = None, kernel: str | None = No
     >>> scree.log_softmax(scree.from_lengths(np.asarray([0.0, 1000.0]), [2])).values
     array([-1000.,     0.])
     """
-    return _log_softmax.run({"x": x}, {"axis": axis}, kernel)  # type: ignore[no-any-return]
+    return _log_softmax.run({"x": x}, {"axis": axis}, kernel)
 
 
 def logsumexp(x: Array, /, *, axis: int | None = None, kernel: str | None = None) -> Any:

@@ -98,7 +98,7 @@ def split(
            [5, 6, 7]]))
     """
     sizes = tuple(sizes) if isinstance(sizes, list) else sizes
-    return _split.run({"x": x}, {"sizes": sizes, "axis": axis}, kernel)  # type: ignore[no-any-return]
+    return _split.run({"x": x}, {"sizes": sizes, "axis": axis}, kernel)
 
 
 @define_operation("split", SplitCall)

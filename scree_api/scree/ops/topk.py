@@ -74,7 +74,7 @@ def topk(
     >>> values.values, positions.values, values.lengths
     (array([9, 4, 7]), array([1, 2, 0]), array([2, 1], dtype=int32))
     """
-    return _topk.run({"x": x}, {"k": k, "largest": largest}, kernel)  # type: ignore[no-any-return]
+    return _topk.run({"x": x}, {"k": k, "largest": largest}, kernel)
 
 
 @define_operation("topk", TopkCall)

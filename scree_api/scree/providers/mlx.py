@@ -20,7 +20,7 @@ def _refuse_conversion(self: Array) -> NoReturn:
 
 
 # MLX calls this method in its operators. Without it, `dense == ragged` is False.
-Array.__mlx_array__ = _refuse_conversion  # type: ignore[attr-defined]
+Array.__mlx_array__ = _refuse_conversion  # type: ignore[attr-defined]  # only MLX reads it
 
 
 def _rejects(call: SegmentCall) -> str | None:

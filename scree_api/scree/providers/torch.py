@@ -78,7 +78,7 @@ class _TorchFunction:
         return _torch_function
 
 
-Array.__torch_function__ = _TorchFunction()  # type: ignore[attr-defined]
+Array.__torch_function__ = _TorchFunction()  # type: ignore[attr-defined]  # only PyTorch reads it
 
 
 def _rejects_reduction(call: SegmentCall) -> str | None:

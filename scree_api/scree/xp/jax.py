@@ -9,6 +9,6 @@ from typing import TYPE_CHECKING
 from ..namespace import namespace_by_name
 
 if TYPE_CHECKING:
-    from .names import *  # noqa: F403
+    from .names import *
 
 sys.modules[__name__] = namespace_by_name("jax")

@@ -57,7 +57,7 @@ def train(
             use_cpu=use_cpu,
             **options,
         ),
-        train_dataset=[{"input_ids": text} for text in TEXTS],  # type: ignore[arg-type]
+        train_dataset=[{"input_ids": text} for text in TEXTS],
         data_collator=collator,
     )
     trainer.train()

@@ -1,6 +1,6 @@
 """Code with mistakes that type checkers find: one on every line with the comment "error"."""
 
-# ruff: noqa: B018
+# ruff: noqa: B018 (expressions without a use are the mistakes)
 
 import scree
 import scree.xp.numpy as xnp

@@ -184,7 +184,7 @@ class _Info:
         }
 
 
-def __array_namespace_info__() -> _Info:  # noqa: N807
+def __array_namespace_info__() -> _Info:  # noqa: N807 (the standard's name)
     """Return the inspection API of this namespace."""
     return _Info()
 

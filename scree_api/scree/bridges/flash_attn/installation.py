@@ -100,5 +100,5 @@ def _make_module(name: str, source: ModuleType | None) -> ModuleType:
     if name in PACKAGES:
         module.__path__ = []
     if name == "flash_attn":
-        module.__version__ = VERSION  # type: ignore[attr-defined]
+        module.__dict__["__version__"] = VERSION
     return module

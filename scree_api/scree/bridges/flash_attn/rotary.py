@@ -90,7 +90,7 @@ def _write(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x.copy_(out)
 
 
-class _Write(torch.autograd.Function):  # type: ignore[misc]
+class _Write(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is Any here
     """Write a result to the memory of a tensor that autograd does not let an operation change.
 
     An operation that saved `x` before the write raises in its backward pass: the write counts as a
