@@ -251,10 +251,15 @@ def _grouped(b: Batch) -> Operation:
     )
 
 
-#: Operations of `commands.kernels` on the batch of the options.
-OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
+#: Operations of `commands.kernels` along the rows of the batch of the options.
+ALONG_ROWS_OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
     *map(_softmax, ("softmax", "log_softmax", "logsumexp")),
     *map(_reduction, ("sum", "mean", "max")),
+)
+
+#: All its operations on this batch.
+OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
+    *ALONG_ROWS_OPERATIONS,
     _rope,
     _cross_entropy,
     _linear_cross_entropy,

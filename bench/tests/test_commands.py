@@ -366,6 +366,13 @@ def test_kernels_of_selected_operations(tmp_path):
     }
 
 
+@pytest.mark.needs("torch")
+def test_kernels_of_rows_of_numbers_are_operations_along_rows(tmp_path):
+    result = quick(tmp_path, "kernels", "--width", "0", "--operations", "softmax,sum,rope")
+    assert {row.case["operation"] for row in result.rows} == {"softmax", "sum of rows"}
+    assert {row.case["width"] for row in result.rows} == {1}
+
+
 def test_omissions_are_listed(tmp_path):
     result = quick(
         tmp_path, "attention", "--backend", "numpy", "--num-seqs", "2", "--mean-len", "8"

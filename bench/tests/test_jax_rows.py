@@ -42,6 +42,15 @@ def test_operations_on_rows_match_numpy(jax_library):
         compare(jax_library, operation)
 
 
+def test_operations_on_rows_of_numbers_match_numpy(jax_library):
+    from scree_bench import jax_operations
+    from scree_bench.commands.kernels import Batch, Sizes
+
+    batch = Batch(jax_library, Sizes(lambda rng: rng.integers(1, 20, 6), (), "float32"), 0)
+    for make in jax_operations.ALONG_ROWS_OPERATIONS:
+        compare(jax_library, make(batch))
+
+
 def test_norms_match_numpy(jax_library):
     from scree_bench.commands import norms
 

@@ -535,12 +535,17 @@ def _from_padded(b: Batch) -> Operation:
 #: Name of the batch that the command-line options describe.
 TEXT = "text"
 
-#: Operations on this batch, each with its contenders.
-OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
+#: Operations along the rows of this batch, each with its contenders. A token may be a number.
+ALONG_ROWS_OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
     *map(_softmax, ("softmax", "log_softmax", "logsumexp")),
     *map(_reduction, ("sum", "mean", "max", "min", "prod")),
     *map(_search, ("argmax", "any", "all")),
     _cumulative_sum,
+)
+
+#: All operations on this batch.
+OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
+    *ALONG_ROWS_OPERATIONS,
     _rope(),
     _rope(interleaved=True),
     _cross_entropy,
@@ -604,7 +609,12 @@ def command(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Total tokens; 16,384 on CUDA, 2,048 on the CPU.")
     ] = None,
-    width: Annotated[int, typer.Option(min=1, help="Features per token.")] = 1024,
+    width: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Features per token; 0 for numbers, and operations along rows only."
+        ),
+    ] = 1024,
     dtype: Dtype = "",
     only: Annotated[
         str, typer.Option(help="Batches, by prefixes of names; text is the batch of these options.")
@@ -629,10 +639,10 @@ def command(
         dtype = data_type(dtype, session.device)
         tokens = tokens or (16_384 if session.device == "cuda" else 2048)
         if quick:
-            rows, tokens, width = 8, 256, 64
-        base = Sizes(about(rows, tokens // rows), (width,), dtype)
+            rows, tokens, width = 8, 256, min(width, 64)
+        base = Sizes(about(rows, tokens // rows), (width,) if width else (), dtype)
         batches = {
-            TEXT: (base, OPERATIONS),
+            TEXT: (base, OPERATIONS if width else ALONG_ROWS_OPERATIONS),
             **(HARD if session.device == "cuda" and not quick else {}),
         }
         if len(batches) == 1:
@@ -655,6 +665,8 @@ def command(
                         session.leave_out(f"{what} on jax", "runs on PyTorch only")
                         continue
                     makers = jax_operations.OPERATIONS
+                    if not width:
+                        makers = jax_operations.ALONG_ROWS_OPERATIONS
                 batch = Batch(lib, sizes, seed, quick)
                 case = {
                     "rows": len(batch.lengths),
