@@ -1,11 +1,14 @@
 """Chunks of tiles, by plain loops over the rows. Without a GPU, the kernels run in Triton's interpreter."""
 
+import heapq
 import random
 
 import pytest
 import torch
 from attention_reference import offsets
 
+from scree_triton.attention.dkdv_splits import estimate_work, gains_by_chunks
+from scree_triton.attention.metadata import AttentionSpec
 from scree_triton.attention.sum_splits import attention_sum_chunks_kernel
 from scree_triton.attention.tile_chunks import CHUNKS_PER_CTA, MIN_BLOCKS, ChunkSpec, cut_tiles
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
@@ -116,3 +119,46 @@ def test_sum_chunks_kernel_adds_in_order(dim_a, dim_b):
     assert is_cut
     for result, x in zip(results, expected, strict=True):
         assert torch.equal(result, x)
+
+
+def schedule_end(items, group, heads, ctas):
+    """Return when the last CTA ends, in blocks; an item takes two blocks more, and a chunk five."""
+    ends = [0.0] * ctas
+    for entry in items[1 : items[0][0] + 1]:
+        for _ in range(heads):
+            fixed = 5 if entry[5] else 2
+            heapq.heapreplace(ends, ends[0] + (entry[7] - entry[6]) * group + fixed)
+    return max(ends)
+
+
+@pytest.mark.parametrize(
+    "lengths, group, heads, expected",
+    [
+        ((300,) * 200, 1, 8, False),
+        ((2048,) * 16, 1, 16, False),
+        ((16_000,), 1, 1, False),
+        ((9000, *(50,) * 100), 1, 1, True),
+        ((1500,), 1, 1, True),
+        ((5000, *(40,) * 60), 10, 1, True),
+        ((1400, 1800, 800, 2400), 1, 1, True),
+    ],
+)
+def test_gains_by_chunks_is_true_where_a_simulated_schedule_ends_earlier(
+    lengths, group, heads, expected
+):
+    total, ctas, size = sum(lengths), 132, 128
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    work = estimate_work(len(lengths), max(lengths), total, total, size, spec)
+    gains = gains_by_chunks(
+        [work], heads, group, 1, size, 4 * 256, 4 * 256, total, max(lengths), ctas
+    )
+    assert gains == expected
+    cu = offsets(lengths, DEVICE)
+    chunks = ChunkSpec(size, 64, UNBOUNDED, UNBOUNDED, group, heads, ctas, 0)
+    tiles = schedule_tiles(cu, cu, total, size, UNBOUNDED, UNBOUNDED)
+    cut = schedule_end(cut_tiles(tiles, chunks).tolist(), group, heads, ctas)
+    whole = [[int(tiles[0, 0])]]
+    for entry in tiles[1 : whole[0][0] + 1].tolist():
+        whole.append([*entry[:5], 0, 0, -(-entry[3] // 64)])
+    end = schedule_end(whole, group, heads, ctas)
+    assert not gains or cut < 0.9 * end
