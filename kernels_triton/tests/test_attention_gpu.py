@@ -194,6 +194,25 @@ def no_few_tiles(monkeypatch):
     monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
 
 
+@pytest.fixture
+def cut_tiles(monkeypatch):
+    """Cut the tiles of all batches with a bound on the longest row; return the cut schedules."""
+    from scree_triton.attention import launch_configs, metadata, sm90_configs
+
+    cut = []
+
+    def cut_and_record(tiles, spec):
+        items = metadata_cut_tiles(tiles, spec)
+        cut.append((items, spec))
+        return items
+
+    metadata_cut_tiles = metadata.cut_tiles
+    monkeypatch.setattr(metadata, "cut_tiles", cut_and_record)
+    monkeypatch.setattr(sm90_configs, "gains_by_chunks", lambda *args: True)
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    return cut
+
+
 def run(case, p, max_length=None):
     from scree_triton.attention.interface import attention
 
@@ -340,6 +359,61 @@ def test_rows_share_tiles(case, share_tiles):
 def test_long_rows(case, no_few_tiles):
     """Rows that are known to be long take larger tiles, also if few queries attend to many keys."""
     check(case, max_length=max(LONGEST))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="only the kernels for Hopper cut tiles",
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            Case(dtype, dim, dim, heads, 1, LONGEST, k_lengths, slack=slack, **mask)
+            for (dtype, dim), (heads, k_lengths, slack), mask in itertools.product(
+                ((bf16, 64), (f16, 96), (bf16, 128), (bf16, 192)),
+                ((1, None, 70), (4, LONGEST[::-1], 0)),
+                (MASKS[0], MASKS[1]),
+            )
+        ),
+        *(
+            Case(dtype, dim, dim, 2, 1, FEW, **mask)
+            for (dtype, dim), mask in itertools.product(
+                ((f16, 32), (bf16, 72), (f16, 160), (bf16, 256)), (MASKS[0], MASKS[1])
+            )
+        ),
+        *(Case(bf16, 64, 64, 4, 2, FEW, **mask) for mask in MASKS[2:]),
+        *(Case(f16, 128, 128, 4, 2, FEW, FEW[::-1], **mask) for mask in MASKS[2:5]),
+        Case(bf16, 192, 128, 2, 2, LONGEST, causal=True),
+        Case(f16, 64, 64, 4, 2, FEW, alibi=True, causal=True),
+    ],
+    ids=lambda c: c.name,
+)
+def test_chunks_of_tiles(case, cut_tiles):
+    """Gradients of cut tiles are added up in float32, in a fixed order."""
+    check(case, max_length=max(*case.q_lengths, *(case.k_lengths or ())))
+    assert {spec.min_blocks for _, spec in cut_tiles} == {0, 1}
+    if case.window == (None, None):
+        assert all(int(items[0, 3]) > 0 for items, _ in cut_tiles)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="only the kernels for Hopper cut tiles",
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, dim, dim, 4, 2, (*(20,) * 30, 2500, *(15,) * 40), causal=causal)
+        for dtype, dim, causal in ((bf16, 64, True), (f16, 128, False), (bf16, 192, True))
+    ],
+    ids=lambda c: c.name,
+)
+def test_chunks_of_tiles_beside_shared_tiles(case, cut_tiles, share_tiles):
+    """Only the tiles of longer rows are cut where short rows share tiles."""
+    check(case, max_length=2500)
+    assert all(int(items[0, 3]) > 0 for items, _ in cut_tiles)
+    assert cut_tiles
 
 
 @pytest.mark.skipif(

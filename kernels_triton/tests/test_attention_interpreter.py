@@ -268,6 +268,7 @@ GROUPS = {
     "dq_sm90.attention_dq_sm90_kernel": "DqArgs DqStrides DqNumbers",
     "dkdv_sm90.attention_dkdv_sm90_kernel": "DkdvArgs DkdvStrides DkdvNumbers",
     "sum_splits.attention_sum_splits_kernel": "SumSplitsArgs",
+    "sum_splits.attention_sum_chunks_kernel": "SumChunksArgs",
     "float32_sm90.attention_forward_float32_sm90_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
     "float32_sm90.attention_dq_float32_sm90_kernel": "Float32DqArgs BackwardNumbers",
     "float32_sm90.attention_dkdv_float32_sm90_kernel": "Float32DkdvArgs BackwardNumbers",

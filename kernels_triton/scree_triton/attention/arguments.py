@@ -277,6 +277,7 @@ class DqArgs:
     LSE: Pointer
     DLSE: Pointer
     STATS: Written
+    DQ_SUMS: Written
     TILES: Pointer
     COUNTER: Written
     stride_qh: Stride
@@ -335,6 +336,8 @@ class DkdvArgs:
     STATS: Pointer
     DK: Written
     DV: Written
+    DK_SUMS: Written
+    DV_SUMS: Written
     TILES: Pointer
     COUNTER: Written
     stride_qh: Stride
@@ -364,6 +367,19 @@ class SumSplitsArgs:
     DK: Written
     DV: Written
     rows: Number
+
+
+@launch_args
+class SumChunksArgs:
+    """Arguments of `sum_splits.attention_sum_chunks_kernel`."""
+
+    ITEMS: Pointer
+    A_SUMS: Pointer
+    B_SUMS: Pointer
+    A: Written
+    B: Written
+    first_entry: Number
+    heads: Number
 
 
 # --- Hopper, float32

@@ -15,7 +15,6 @@ from ..sm90.pipeline import (
     allocate_barriers,
     allocate_ring,
     allocate_tile_queue,
-    columns_layout,
     fetch_tile,
     head_coordinate,
     load_parts,
@@ -28,13 +27,14 @@ from ..sm90.pipeline import (
     publish_attended,
     publish_tile,
     receive_attended,
+    receive_chunk,
     receive_tile,
     skip_blocks,
     slot_bytes,
     start_copy,
     start_mma,
     start_mma_when_full,
-    store_tile,
+    store_accumulators,
     tile_entry,
     wait_mma,
     zero_accumulators,
@@ -66,6 +66,7 @@ def dkdv_producer(
     CONSUMERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNKED: gl.constexpr = False,
 ):
     """Load keys and values once per tile, then each query block of every query head."""
     (
@@ -116,9 +117,13 @@ def dkdv_producer(
         tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
         k_head = head // splits_per_khead
         k_offset, seqlen_k, q_offset, seqlen_q, start_n = load_tile(tile)
+        if CHUNKED:
+            first_block, end_block = gl.load(tile + 6), gl.load(tile + 7)
         k_stage = work_idx % K_STAGES
         mbarrier.wait(k_empty.index(k_stage), ((work_idx // K_STAGES) & 1) ^ 1)
-        publish_tile(queue.index(work_idx % queue.shape[0]), tile, tile_id, total_tiles, head)
+        publish_tile(
+            queue.index(work_idx % queue.shape[0]), tile, tile_id, total_tiles, head, CHUNKED
+        )
         if tile_id < total_tiles:
             if MERGED:
                 publish_attended(
@@ -168,6 +173,8 @@ def dkdv_producer(
                 CAUSAL and not MERGED,
                 WINDOW and not MERGED,
             )
+            if CHUNKED:
+                m_block_min, m_block_max = first_block, end_block
             for q_head in range(
                 head * qheads_per_split, head * qheads_per_split + qheads_per_split
             ):
@@ -332,15 +339,28 @@ def _dkdv_step(
     return dk, dv
 
 
-@gluon.constexpr_function
-def store_layout(accumulator, columns, in_float32):
-    """Return the layout in which a tile is stored.
-
-    Four threads of an accumulator hold 32 adjacent bytes in float32, so it needs no conversion.
-    """
-    if in_float32:
-        return accumulator
-    return columns_layout(columns)
+@gluon.jit
+def _store_dkdv(
+    DK,
+    DV,
+    dk,
+    dv,
+    factor,
+    start,
+    seqlen,
+    stride_dkn,
+    stride_dvn,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    HAS_DK: gl.constexpr,
+    HAS_DV: gl.constexpr,
+    IN_FLOAT32: gl.constexpr,
+):
+    """Store the gradients of a tile of keys; `factor` multiplies dK."""
+    if HAS_DK:
+        store_accumulators(DK, dk, factor, start, seqlen, stride_dkn, HEAD_DIM, IN_FLOAT32)
+    if HAS_DV:
+        store_accumulators(DV, dv, 1.0, start, seqlen, stride_dvn, HEAD_DIM_V, IN_FLOAT32)
 
 
 @gluon.jit
@@ -373,6 +393,7 @@ def _dkdv_consumer(
     SKIP_BLOCKS: gl.constexpr,
     IN_FLOAT32: gl.constexpr,
     PING_PONG: gl.constexpr,
+    CHUNKED: gl.constexpr,
 ):
     WG_N: gl.constexpr = BLOCK_N // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -391,7 +412,11 @@ def _dkdv_consumer(
         do_full,
         do_empty,
     ) = smem
-    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap = consumer_args
+    (DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap, sums_args) = (
+        consumer_args
+    )
+    if CHUNKED:
+        DK_SUMS, DV_SUMS, k_heads = sums_args
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
@@ -415,6 +440,8 @@ def _dkdv_consumer(
             CAUSAL and not MERGED,  # the rows of a group have diagonals of their own
             WINDOW and not MERGED,
         )
+        if CHUNKED:
+            chunk, m_block_min, m_block_max = receive_chunk(queue.index(work_idx % 2))
         wg_start_n = start_n + wg * WG_N
         # `diagonal` is the query position aligned with each key. In the blocks from
         # `full_m_block_min` up to `full_m_block_max` every query attends all keys of this warp
@@ -444,6 +471,8 @@ def _dkdv_consumer(
             wg_m_block_min = gl.where(
                 wg_start_n < seqlen_k, gl.minimum(wg_m_block_min, m_block_max), m_block_max
             )
+            if CHUNKED:
+                wg_m_block_min = gl.maximum(wg_m_block_min, m_block_min)
             if WINDOW:
                 wg_m_block_max = gl.maximum(gl.minimum(wg_m_block_max, m_block_max), wg_m_block_min)
             else:
@@ -613,30 +642,30 @@ def _dkdv_consumer(
                     )
                     step += 1
         mbarrier.arrive(k_empty.index(work_idx % K_STAGES), count=1)
-        if HAS_DK:
-            offset = k_offset.to(gl.int64) * stride_dkn + head * HEAD_DIM
-            for p in gl.static_range(len(dk)):
-                store_tile(
-                    DK + offset + p * dk[0].shape[1],
-                    dk[p] * score_derivative(scale, softcap, SOFTCAP),
-                    wg_start_n,
-                    seqlen_k,
-                    stride_dkn,
-                    HEAD_DIM - p * dk[0].shape[1],
-                    store_layout(dk[p].type.layout, dk[p].shape[1], IN_FLOAT32),
+        factor = score_derivative(scale, softcap, SOFTCAP)
+        dk_offset = k_offset.to(gl.int64) * stride_dkn + head * HEAD_DIM
+        dv_offset = k_offset.to(gl.int64) * stride_dvn + head * HEAD_DIM_V
+        if CHUNKED:
+            if chunk > 0:
+                # The sums of a chunk have the shape (key heads, BLOCK_N, head_dim).
+                sums = ((chunk - 1).to(gl.int64) * k_heads + head) * BLOCK_N
+                _store_dkdv(
+                    *(DK_SUMS + sums * HEAD_DIM, DV_SUMS + sums * HEAD_DIM_V, dk, dv, factor),
+                    *(wg * WG_N, seqlen_k - start_n, HEAD_DIM, HEAD_DIM_V),
+                    *(HEAD_DIM, HEAD_DIM_V, HAS_DK, HAS_DV, True),
                 )
-        if HAS_DV:
-            offset = k_offset.to(gl.int64) * stride_dvn + head * HEAD_DIM_V
-            for p in gl.static_range(len(dv)):
-                store_tile(
-                    DV + offset + p * dv[0].shape[1],
-                    dv[p],
-                    wg_start_n,
-                    seqlen_k,
-                    stride_dvn,
-                    HEAD_DIM_V - p * dv[0].shape[1],
-                    store_layout(dv[p].type.layout, dv[p].shape[1], IN_FLOAT32),
+            else:
+                _store_dkdv(
+                    *(DK + dk_offset, DV + dv_offset, dk, dv, factor),
+                    *(wg_start_n, seqlen_k, stride_dkn, stride_dvn),
+                    *(HEAD_DIM, HEAD_DIM_V, HAS_DK, HAS_DV, IN_FLOAT32),
                 )
+        else:
+            _store_dkdv(
+                *(DK + dk_offset, DV + dv_offset, dk, dv, factor),
+                *(wg_start_n, seqlen_k, stride_dkn, stride_dvn),
+                *(HEAD_DIM, HEAD_DIM_V, HAS_DK, HAS_DV, IN_FLOAT32),
+            )
         work_idx += 1
         mbarrier.wait(k_full.index(work_idx % K_STAGES), (work_idx // K_STAGES) & 1)
         k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(work_idx % 2))
@@ -652,6 +681,8 @@ def attention_dkdv_sm90_kernel(
     STATS,
     DK,
     DV,
+    DK_SUMS,
+    DV_SUMS,
     TILES,
     COUNTER,
     stride_qh,
@@ -693,6 +724,7 @@ def attention_dkdv_sm90_kernel(
     SKIP_BLOCKS: gl.constexpr,
     IN_FLOAT32: gl.constexpr,
     PING_PONG: gl.constexpr,
+    CHUNKED: gl.constexpr,
 ):
     """Compute DK and DV, or one of them, for one key tile and key head at a time.
 
@@ -707,6 +739,9 @@ def attention_dkdv_sm90_kernel(
         A warp group skips blocks of which it needs nothing.
     IN_FLOAT32
         DK and DV are float32.
+    CHUNKED
+        TILES holds whole tiles and chunks of tiles, see `tile_chunks`. The sums of chunks go to
+        DK_SUMS and DV_SUMS in float32, and `attention_sum_chunks_kernel` adds them up.
     """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = allocate_ring(q_desc, STAGES * PARTS)
@@ -756,7 +791,21 @@ def attention_dkdv_sm90_kernel(
         splits_per_khead,
         heads_in_l2,
     )
-    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_split, scale, softcap
+    # Only kernels of chunks have sums.
+    sums_args = ()
+    if CHUNKED:
+        sums_args = DK_SUMS, DV_SUMS, heads // qheads_per_split
+    consumer_args = (
+        DK,
+        DV,
+        SLOPES,
+        stride_dkn,
+        stride_dvn,
+        qheads_per_split,
+        scale,
+        softcap,
+        sums_args,
+    )
     window_right = 0 if CAUSAL else window_right
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -792,6 +841,7 @@ def attention_dkdv_sm90_kernel(
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -810,6 +860,7 @@ def attention_dkdv_sm90_kernel(
                         CONSUMERS,
                         CAUSAL,
                         WINDOW,
+                        CHUNKED,
                     ),
                 ),
             ],
@@ -850,6 +901,7 @@ def attention_dkdv_sm90_kernel(
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -883,6 +935,7 @@ def attention_dkdv_sm90_kernel(
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -901,6 +954,7 @@ def attention_dkdv_sm90_kernel(
                         CONSUMERS,
                         CAUSAL,
                         WINDOW,
+                        CHUNKED,
                     ),
                 ),
             ],
@@ -941,6 +995,7 @@ def attention_dkdv_sm90_kernel(
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -974,6 +1029,7 @@ def attention_dkdv_sm90_kernel(
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -1007,6 +1063,7 @@ def attention_dkdv_sm90_kernel(
                         SKIP_BLOCKS,
                         IN_FLOAT32,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -1025,6 +1082,7 @@ def attention_dkdv_sm90_kernel(
                         CONSUMERS,
                         CAUSAL,
                         WINDOW,
+                        CHUNKED,
                     ),
                 ),
             ],

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .metadata import AttentionSpec
+from .tile_chunks import CHUNKS_PER_CTA, MIN_BLOCKS
 from .tile_scheduler import UNBOUNDED
 
 #: The cost model of `choose_splits`: operations per second and SM of dK and dV, and bytes of partial
@@ -15,6 +16,8 @@ _TILE_SECONDS, _QUERY_BLOCK = 3e-6, 64
 _MAX_SPLIT_BYTES = 1 << 30
 #: The fewest splits are chosen whose cost relative to the least cost is at most this.
 _TOLERANCE = 1.04
+#: Whole tiles must cost this many times as much as chunks. The estimates know only the longest row.
+_CHUNK_GAIN = 1.2
 
 
 class KeyTileWork(NamedTuple):
@@ -73,6 +76,68 @@ def estimate_work(
     return KeyTileWork(longest, pairs + tiles * _QUERY_BLOCK * tile_size, tiles)
 
 
+def gains_by_chunks(
+    works: Sequence[KeyTileWork],
+    heads: int,
+    group: int,
+    splits: int,
+    tile_size: int,
+    pair_flops: int,
+    token_bytes: int,
+    total: int,
+    longest_row: int,
+    ctas: int,
+) -> bool:
+    """Return whether chunks of tiles, see `tile_chunks`, take less time than whole tiles.
+
+    Parameters
+    ----------
+    works
+        Estimates of the work of one head, see `estimate_work`. The mean of their ratios decides.
+    heads, group, splits
+        Number of heads whose tiles run one by one, of heads over which a tile loops, and the splits of these
+        heads without chunks.
+    tile_size
+        Tokens per tile.
+    pair_flops, token_bytes
+        Operations per pair of query and key, and bytes of the sums per token.
+    total
+        Number of tokens that the tiles cut.
+    longest_row
+        Tokens of the longest row, if all of its tiles have equal work; 0 otherwise.
+    ctas
+        Number of CTAs that run at once.
+    """
+    seconds = pair_flops / _SPLIT_FLOPS
+    block = _QUERY_BLOCK * tile_size * seconds
+    # The number of tiles of the longest row that some CTA has.
+    rounds = max(-(-(-(-longest_row // tile_size) * heads * splits) // ctas), 1)
+    ratios = []
+    for work in works:
+        mean = work.total * seconds * heads * group / ctas
+        longest = work.longest * seconds * group
+        tiles = work.tiles * heads / ctas
+        whole = _schedule_seconds(mean, longest / splits, max(tiles * splits, 1.0))
+        whole = max(whole, rounds * longest / splits)
+        if splits > 1:
+            whole += _SPLIT_SECONDS + splits * total * heads * token_bytes / _SPLIT_BYTES
+        # A chunk has at least MIN_BLOCKS blocks in all, and at least one block of each head.
+        shortest = block * max(2 * MIN_BLOCKS, group)
+        chunk = min(longest, max(mean, shortest))
+        chunks = min(CHUNKS_PER_CTA, mean / (shortest / 2)) if chunk < longest else 0.0
+        cut = _schedule_seconds(mean, chunk, max(tiles + chunks, 1.0)) + _SPLIT_SECONDS
+        cut += chunks * ctas * tile_size * token_bytes / _SPLIT_BYTES
+        ratios.append(whole / cut)
+    return sum(ratios) > _CHUNK_GAIN * len(ratios)
+
+
+def _schedule_seconds(mean: float, longest: float, tiles_per_cta: float) -> float:
+    """Return the seconds of a schedule from the mean work per CTA and the longest item."""
+    # With few tiles per CTA, the last CTA ends a part of the longest tile after the mean.
+    imbalance = longest / 4 * min(3 / tiles_per_cta, 1.0)
+    return max(longest, mean + imbalance) + tiles_per_cta * _TILE_SECONDS
+
+
 def choose_splits(
     group: int,
     k_heads: int,
@@ -126,9 +191,7 @@ def _cost(
     mean = work.total * seconds * k_heads * group / sm_count
     longest = work.longest * seconds * group / splits
     tiles_per_sm = max(work.tiles * k_heads * splits / sm_count, 1.0)
-    # With few tiles per SM, the last CTA ends a part of the longest tile after the mean.
-    imbalance = longest / 4 * min(3 / tiles_per_sm, 1.0)
-    cost = max(longest, mean + imbalance) + tiles_per_sm * _TILE_SECONDS
+    cost = _schedule_seconds(mean, longest, tiles_per_sm)
     if splits > 1:
         cost += _SPLIT_SECONDS + 4 * splits * total_k * k_heads * dims / _SPLIT_BYTES
     return cost

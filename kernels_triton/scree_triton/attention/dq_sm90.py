@@ -32,11 +32,13 @@ from ..sm90.pipeline import (
     publish_attended,
     publish_tile,
     receive_attended,
+    receive_chunk,
     receive_tile,
     skip_blocks,
     slot_bytes,
     start_mma,
     start_mma_when_full,
+    store_accumulators,
     store_slot,
     tile_entry,
     tile_mask,
@@ -71,6 +73,7 @@ def dq_producer(
     CONSUMERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNKED: gl.constexpr = False,
 ):
     """Load queries and dout once per tile, then each key and value block."""
     q_smem, k_smem, v_smem, do_smem, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
@@ -103,9 +106,11 @@ def dq_producer(
     while tile_id >= 0:
         tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
         q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+        if CHUNKED:
+            first_block, end_block = gl.load(tile + 6), gl.load(tile + 7)
         q_stage = work_idx % Q_STAGES
         mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
-        publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
+        publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head, CHUNKED)
         if tile_id < total_tiles:
             if MERGED:
                 publish_attended(
@@ -148,14 +153,12 @@ def dq_producer(
             n_block_max = get_n_block_max(
                 start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
             )
-            for n_block in range(
-                n_block_max - 1,
-                get_n_block_min(
-                    start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
-                )
-                - 1,
-                -1,
-            ):
+            n_block_min = get_n_block_min(
+                start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+            )
+            if CHUNKED:
+                n_block_min, n_block_max = first_block, end_block
+            for n_block in range(n_block_max - 1, n_block_min - 1, -1):
                 stage = step % STAGES
                 phase = ((step // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
@@ -315,6 +318,39 @@ def _dq_of_group(
 
 
 @gluon.jit
+def _store_dq(
+    dq_desc,
+    q_smem,
+    slot,
+    dq,
+    factor,
+    q_offset,
+    seqlen_q,
+    start_m,
+    head,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Start the store of dQ from the shared memory of the tile's queries."""
+    for i in gl.static_range(len(dq)):
+        as_wide_matrix(
+            q_smem, slot * PARTS + i * (dq[0].shape[1] // BLOCK_D), dq[i].shape[1]
+        ).store((dq[i] * factor).to(q_smem.dtype))
+    fence_async_shared()
+    store_slot(
+        dq_desc,
+        q_offset,
+        seqlen_q,
+        start_m,
+        head_coordinate(head, HEAD_DIM, q_smem),
+        q_smem,
+        slot,
+        PARTS,
+    )
+
+
+@gluon.jit
 def _dq_consumer(
     wg: gl.constexpr,
     smem,
@@ -339,6 +375,7 @@ def _dq_consumer(
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
     PING_PONG: gl.constexpr,
+    CHUNKED: gl.constexpr,
 ):
     WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -359,7 +396,10 @@ def _dq_consumer(
         stats_stride,
         scale,
         softcap,
+        sums_args,
     ) = consumer_args
+    if CHUNKED:
+        DQ_SUMS, heads = sums_args
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
@@ -427,6 +467,8 @@ def _dq_consumer(
         n_block_min = get_n_block_min(
             start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
         )
+        if CHUNKED:
+            chunk, n_block_min, n_block_max = receive_chunk(queue.index(work_idx % 2))
         wg_n_block_max = n_block_min
         if wg_start_m < seqlen_q:
             wg_n_block_max = gl.maximum(
@@ -435,6 +477,8 @@ def _dq_consumer(
                 ),
                 n_block_min,
             )
+            if CHUNKED:
+                wg_n_block_max = gl.minimum(wg_n_block_max, n_block_max)
         step = skip_blocks(
             wg,
             n_block_max - wg_n_block_max,
@@ -532,21 +576,25 @@ def _dq_consumer(
                     PING_PONG,
                 )
                 step += 1
-        for i in gl.static_range(len(dq)):
-            as_wide_matrix(
-                q_smem, slot * PARTS + i * (dq[0].shape[1] // BLOCK_D), dq[i].shape[1]
-            ).store((dq[i] * score_derivative(scale, softcap, SOFTCAP)).to(q_smem.dtype))
-        fence_async_shared()
-        store_slot(
-            dq_desc,
-            q_offset,
-            seqlen_q,
-            wg_start_m,
-            head_coordinate(head, HEAD_DIM, q_smem),
-            q_smem,
-            slot,
-            PARTS,
-        )
+        factor = score_derivative(scale, softcap, SOFTCAP)
+        if CHUNKED:
+            if chunk > 0:
+                # The sums of a chunk have the shape (heads, BLOCK_M, HEAD_DIM).
+                sums = ((chunk - 1).to(gl.int64) * heads + head) * BLOCK_M
+                store_accumulators(
+                    *(DQ_SUMS + sums * HEAD_DIM, dq, factor, wg * WG_M, seqlen_q - start_m),
+                    *(HEAD_DIM, HEAD_DIM, True),
+                )
+            else:
+                _store_dq(
+                    *(dq_desc, q_smem, slot, dq, factor, q_offset, seqlen_q, wg_start_m, head),
+                    *(HEAD_DIM, BLOCK_D, PARTS),
+                )
+        else:
+            _store_dq(
+                *(dq_desc, q_smem, slot, dq, factor, q_offset, seqlen_q, wg_start_m, head),
+                *(HEAD_DIM, BLOCK_D, PARTS),
+            )
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(0), count=1)
@@ -568,6 +616,7 @@ def attention_dq_sm90_kernel(
     LSE,
     DLSE,
     STATS,
+    DQ_SUMS,
     TILES,
     COUNTER,
     stride_qh,
@@ -604,10 +653,15 @@ def attention_dq_sm90_kernel(
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
     PING_PONG: gl.constexpr,
+    CHUNKED: gl.constexpr,
 ):
     """Compute dQ, stored through its descriptor, and STATS (2, heads, total_q) for `attention_dkdv_sm90_kernel`.
 
     STATS holds the log-sum-exp in base 2 and delta = sum(out * dout) - dlse.
+
+    CHUNKED
+        TILES holds whole tiles and chunks of tiles, see `tile_chunks`. The sums of chunks go to
+        DQ_SUMS in float32, and `attention_sum_chunks_kernel` adds them up.
     """
     q_smem = allocate_ring(q_desc, CONSUMERS * Q_STAGES * PARTS)
     do_smem = allocate_ring(do_desc, CONSUMERS * Q_STAGES * PARTS_V)
@@ -636,6 +690,10 @@ def attention_dq_sm90_kernel(
         qheads_per_khead,
         heads_in_l2,
     )
+    # Only kernels of chunks have sums.
+    sums_args = ()
+    if CHUNKED:
+        sums_args = DQ_SUMS, heads
     consumer_args = (
         dq_desc,
         SLOPES,
@@ -650,6 +708,7 @@ def attention_dq_sm90_kernel(
         stats_stride,
         scale,
         softcap,
+        sums_args,
     )
     window_right = 0 if CAUSAL else window_right
     if CONSUMERS == 1:
@@ -681,6 +740,7 @@ def attention_dq_sm90_kernel(
                         ALIBI,
                         HAS_DLSE,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -699,6 +759,7 @@ def attention_dq_sm90_kernel(
                         CONSUMERS,
                         CAUSAL,
                         WINDOW,
+                        CHUNKED,
                     ),
                 ),
             ],
@@ -734,6 +795,7 @@ def attention_dq_sm90_kernel(
                         ALIBI,
                         HAS_DLSE,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -762,6 +824,7 @@ def attention_dq_sm90_kernel(
                         ALIBI,
                         HAS_DLSE,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -780,6 +843,7 @@ def attention_dq_sm90_kernel(
                         CONSUMERS,
                         CAUSAL,
                         WINDOW,
+                        CHUNKED,
                     ),
                 ),
             ],
@@ -815,6 +879,7 @@ def attention_dq_sm90_kernel(
                         ALIBI,
                         HAS_DLSE,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -843,6 +908,7 @@ def attention_dq_sm90_kernel(
                         ALIBI,
                         HAS_DLSE,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -871,6 +937,7 @@ def attention_dq_sm90_kernel(
                         ALIBI,
                         HAS_DLSE,
                         PING_PONG,
+                        CHUNKED,
                     ),
                 ),
                 (
@@ -889,6 +956,7 @@ def attention_dq_sm90_kernel(
                         CONSUMERS,
                         CAUSAL,
                         WINDOW,
+                        CHUNKED,
                     ),
                 ),
             ],

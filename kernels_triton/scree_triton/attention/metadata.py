@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from .tile_chunks import ChunkSpec, cut_tiles
 from .tile_configs import MERGED_SEQLEN
 from .tile_scheduler import UNBOUNDED, schedule_tiles
 
@@ -96,6 +97,18 @@ class VarlenLayout(NamedTuple):
         # The window affects only their order.
         is_shared = rows.merged and self.cu_seqlens_k is self.cu_seqlens_q
         return self._tiles(total_k, block_n, spec, rows, is_of_keys=not is_shared)
+
+    def chunks(self, tiles: torch.Tensor, spec: ChunkSpec) -> torch.Tensor:
+        """Return the items of a schedule of this layout, see `cut_tiles`."""
+        key = id(tiles), spec
+        cached = self.cache.get(key) if self.cache else None
+        if cached:
+            return cached[0]  # type: ignore[no-any-return]
+        items = cut_tiles(tiles, spec)
+        if self.cache is not None:
+            # The tiles are kept with the items, so that no other tensor gets their id.
+            self.cache[key] = items, tiles
+        return items
 
     def _tiles(
         self,

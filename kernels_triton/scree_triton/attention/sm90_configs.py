@@ -26,6 +26,7 @@ from .arguments import (
     ForwardStrides,
     SplitArgs,
     SplitDoutArgs,
+    SumChunksArgs,
     SumSplitsArgs,
 )
 from .base_config import (
@@ -35,7 +36,7 @@ from .base_config import (
     count_heads_in_l2,
     raise_head_count,
 )
-from .dkdv_splits import choose_splits, estimate_work
+from .dkdv_splits import choose_splits, estimate_work, gains_by_chunks
 from .metadata import (
     ALL_ROWS,
     AttentionSpec,
@@ -45,18 +46,21 @@ from .metadata import (
     are_strides_tma_addressable,
     to_base2,
 )
+from .tile_chunks import ChunkSpec
 from .tile_configs import (
     SM90_TILES,
     BatchKind,
     Sm90Tile,
+    count_short_rows,
     has_registers_for_queries,
     head_parts,
     sm90_tiles,
 )
 from .tile_scheduler import UNBOUNDED
 
-#: Elements per CTA of the kernel that sums over splits.
-_SUM_BLOCK = 1024
+#: Elements per CTA of the kernels that sum over splits, and over chunks of tiles. Most CTAs of the latter
+#: have nothing to do.
+_SUM_BLOCK, _CHUNK_SUM_BLOCK = 1024, 2048
 
 
 def _descriptor(layout: HeadLayout) -> Any:
@@ -144,8 +148,8 @@ class Sm90Config(LaunchConfig):
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
         m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dq
-        self.dq_launches = [
-            Launch(
+        self.dq_launches = {
+            (x, chunks): Launch(
                 dq_sm90.attention_dq_sm90_kernel,
                 dict(
                     BLOCK_M=m,
@@ -158,15 +162,18 @@ class Sm90Config(LaunchConfig):
                     **features,
                     HAS_DLSE=x,
                     PING_PONG=m // 64 if ping_pong else 1,
+                    CHUNKED=chunks,
                 ),
                 dict(
                     num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64), launch_pdl=True
                 ),
                 (64, n, n, 64, 64),
                 args=DqArgs,
+                unwritten=() if chunks else ("DQ_SUMS",),
             )
             for x in (False, True)
-        ]
+            for chunks in (False, True)
+        }
         m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dkdv
         # Parts of keys and values in registers: in the launch of dK or of both, in the launch of dV.
         count = int(width == 64 and causal and not rows.merged)
@@ -175,7 +182,7 @@ class Sm90Config(LaunchConfig):
             # Launches of their own leave registers. The launch of dV does not read values.
             kv_in_registers = [(1, 1) if block_dv == 64 else (2, 0), (3, 0)]
         # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
-        self.dkdv_launches, self.dkdv_split_launches = (
+        self.dkdv_launches, self.dkdv_split_launches, self.dkdv_chunk_launches = (
             [
                 Launch(
                     dkdv_sm90.attention_dkdv_sm90_kernel,
@@ -195,6 +202,7 @@ class Sm90Config(LaunchConfig):
                         SKIP_BLOCKS=width != 128,
                         IN_FLOAT32=in_float32,
                         PING_PONG=n // 64 if ping_pong else 1,
+                        CHUNKED=chunks,
                     ),
                     dict(
                         num_warps=4,
@@ -203,15 +211,32 @@ class Sm90Config(LaunchConfig):
                     ),
                     (m, 64, 64, m),
                     args=DkdvArgs,
+                    unwritten=() if chunks else ("DK_SUMS", "DV_SUMS"),
                 )
                 for dk, dv in (
                     [(True, False), (False, True)] if self.tiles.split_dkdv else [(True, True)]
                 )
             ]
-            for in_float32 in (False, True)
+            for in_float32, chunks in ((False, False), (True, False), (False, True))
         )
         #: Splits per key head -> the launch that sums over the splits.
         self.sum_splits_launches: dict[int, Launch] = {}
+        # The kernels that add up the chunks of tiles of queries, and of tiles of keys.
+        self.sum_chunks_launches = [
+            Launch(
+                sum_splits.attention_sum_chunks_kernel,
+                dict(
+                    TILE_SIZE=size, DIM_A=dim_a, DIM_B=dim_b, BLOCK=_CHUNK_SUM_BLOCK, DEPENDENT=True
+                ),
+                dict(num_warps=4, launch_pdl=True),
+                args=SumChunksArgs,
+                unwritten=() if dim_b else ("B",),
+            )
+            for size, dim_a, dim_b in (
+                (self.tiles.dq.block_m, self.q.head_dim, 0),
+                (self.tiles.dkdv.block_n, self.q.head_dim, self.v.head_dim),
+            )
+        ]
 
     def _count_splits(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -327,18 +352,141 @@ class Sm90Config(LaunchConfig):
         )
         return bind_launches(FORWARD_PARAMETERS, launch, varying=("count",))
 
+    def _chunk_specs(
+        self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec, splits: int
+    ) -> tuple[ChunkSpec | None, ChunkSpec | None]:
+        """Return how to cut the tiles of queries, and the tiles of keys; None if they stay whole.
+
+        `splits` is the number of splits that the tiles of keys have otherwise.
+        """
+        num_rows, max_seqlen = layout.cu_seqlens_q.shape[0] - 1, layout.max_seqlen
+        is_known = self.rows.min_length <= max_seqlen < UNBOUNDED
+        if self.rows.merged or not is_known or min(num_rows, total_q, total_k) == 0:
+            return None, None
+        if self.rows != ALL_ROWS:
+            # Rows that share no tile have an eighth of the tokens or more, and half of the longest length.
+            # The longest row of queries and the longest row of keys may be two rows.
+            short = int(count_short_rows(num_rows, max(total_q, total_k), max_seqlen))
+            tokens = short * self.rows.min_length // 2
+            num_rows = max(num_rows - short, 2)
+            total_q, total_k = (
+                max(x - tokens, min(x, max_seqlen), x // 8) for x in (total_q, total_k)
+            )
+            num_rows = max(num_rows, 2 * max(total_q, total_k) // max_seqlen - 1)
+        same_offsets = layout.cu_seqlens_q is layout.cu_seqlens_k
+        left, right, *others = spec
+        is_masked = min(left, right) < UNBOUNDED
+        dq, dkdv = self.tiles.dq, self.tiles.dkdv
+        dims = self.q.head_dim + self.v.head_dim
+        flops = 3 * dims, (5 if self.tiles.split_dkdv else 4) * dims
+        specs: list[ChunkSpec | None] = []
+        for by_keys, tile in enumerate((dq, dkdv)):
+            size, block = (tile.block_n, tile.block_m) if by_keys else (tile.block_m, tile.block_n)
+            totals = (total_q, total_k) if by_keys else (total_k, total_q)
+            window = (left, right) if by_keys else (right, left)
+            # A tile of few keys in a causal row has few queries, but a tile of few queries has many keys.
+            is_aligned = same_offsets or (by_keys and right < UNBOUNDED)
+            works = [
+                estimate_work(
+                    num_rows, max_seqlen, *totals, size, AttentionSpec(*window, *others), x
+                )
+                for x in ((True,) if is_aligned else (True, False))
+            ]
+            longest = min(max_seqlen, totals[1]) if same_offsets and not is_masked else 0
+            chunk_spec = ChunkSpec(
+                tile_size=size,
+                block=block,
+                window_left=window[1],
+                window_right=window[0],
+                group=self.group if by_keys else 1,
+                heads=self.k_heads if by_keys else self.heads,
+                ctas=tile.ctas_per_sm * self.max_ctas,
+                min_blocks=int(not by_keys),
+            )
+            is_cut = chunk_spec.max_chunks > 1 and gains_by_chunks(
+                works,
+                chunk_spec.heads,
+                chunk_spec.group,
+                splits if by_keys else 1,
+                size,
+                flops[by_keys],
+                4 * (dims if by_keys else self.q.head_dim),
+                totals[1],
+                longest,
+                chunk_spec.ctas,
+            )
+            specs.append(chunk_spec if is_cut else None)
+        return specs[0], specs[1]
+
+    def _sum_chunks(self, spec: ChunkSpec, items: torch.Tensor, by_keys: bool) -> BoundLaunch:
+        """Return the launch that adds up the sums of chunks."""
+        launch = self.sum_chunks_launches[by_keys]
+        blocks = sum(
+            triton.cdiv(spec.tile_size * launch.constants[dim], _CHUNK_SUM_BLOCK)
+            for dim in ("DIM_A", "DIM_B")
+        )
+        a, b = ("dk", "dv") if by_keys else ("dq", "q")
+        return BoundLaunch(
+            launch,
+            spec.max_chunks * spec.heads * blocks,
+            SumChunksArgs,
+            ITEMS=items,
+            A_SUMS=f"{a}_sums",
+            B_SUMS=f"{b}_sums" if by_keys else f"{a}_sums",
+            A=a,
+            B=b,
+            first_entry=items.shape[0] - spec.max_chunks,
+            heads=spec.heads,
+        )
+
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride, base2_spec = self.heads * total_q, to_base2(spec)
         k_heads = self.k_heads
         dq_tile, dkdv = self.tiles.dq, self.tiles.dkdv
+        splits = self._count_splits(layout, total_q, total_k, spec)
+        query_chunks, key_chunks = self._chunk_specs(layout, total_q, total_k, spec, splits)
+        if key_chunks:
+            splits = 1
         query_tiles, dq_ctas = self._query_tiles(
             layout, total_q, dq_tile.block_m, spec, dq_tile.ctas_per_sm
         )
-        splits = self._count_splits(layout, total_q, total_k, spec)
         key_tiles, dkdv_ctas = self._key_tiles(
             layout, total_k, dkdv.block_n, spec, dkdv.ctas_per_sm, splits
         )
-        dkdv_launches = self.dkdv_launches if splits == 1 else self.dkdv_split_launches
+        k_rows, new = total_k * k_heads, self.empty
+        # Name -> shape of the float32 sums of splits or chunks.
+        sums, sum_launches = {}, []
+        if query_chunks:
+            query_tiles = layout.chunks(query_tiles, query_chunks)
+            dq_ctas = query_chunks.ctas
+            max_sums = query_chunks.max_chunks * self.heads * dq_tile.block_m
+            sums["dq_sums"] = max_sums, self.q.head_dim
+            sum_launches.append(self._sum_chunks(query_chunks, query_tiles, by_keys=False))
+        dkdv_launches = self.dkdv_launches
+        if key_chunks:
+            key_tiles = layout.chunks(key_tiles, key_chunks)
+            dkdv_ctas = key_chunks.ctas
+            dkdv_launches = self.dkdv_chunk_launches
+            max_sums = key_chunks.max_chunks * k_heads * dkdv.block_n
+            sums |= dict(dk_sums=(max_sums, self.q.head_dim), dv_sums=(max_sums, self.v.head_dim))
+            sum_launches.append(self._sum_chunks(key_chunks, key_tiles, by_keys=True))
+        if splits > 1:
+            dkdv_launches = self.dkdv_split_launches
+            sums |= dict(
+                dk_sums=(k_rows, splits, self.q.head_dim), dv_sums=(k_rows, splits, self.v.head_dim)
+            )
+            sum_launches.append(
+                BoundLaunch(
+                    self._sum_splits_launch(splits),
+                    sum(triton.cdiv(k_rows * x.head_dim, _SUM_BLOCK) for x in (self.q, self.v)),
+                    SumSplitsArgs,
+                    DK_SPLITS="dk_sums",
+                    DV_SPLITS="dv_sums",
+                    DK="dk",
+                    DV="dv",
+                    rows=k_rows,
+                )
+            )
         few_queries = self._has_few_queries(total_q)
         *_, count = self._head_counts(k_heads * splits, total_q, few_queries)
         heads_in_l2 = self._raise_head_count(
@@ -353,22 +501,7 @@ class Sm90Config(LaunchConfig):
             heads_in_l2,
             *base2_spec,
         )
-        k_rows, new = total_k * k_heads, self.empty
-        dk_like, dv_like = (
-            (*contiguous((k_rows, splits, x.head_dim)), torch.float32) for x in (self.q, self.v)
-        )
-        if splits > 1:
-            sum_ctas = sum(triton.cdiv(k_rows * x.head_dim, _SUM_BLOCK) for x in (self.q, self.v))
-            sum_launch = BoundLaunch(
-                self._sum_splits_launch(splits),
-                sum_ctas,
-                SumSplitsArgs,
-                DK_SPLITS="dk_splits",
-                DV_SPLITS="dv_splits",
-                DK="dk",
-                DV="dv",
-                rows=k_rows,
-            )
+        allocations = {name: (*contiguous(shape), torch.float32) for name, shape in sums.items()}
 
         def prepare(dout_strides, dlse_strides):
             stride_dom, stride_doh, _ = dout_strides
@@ -404,7 +537,7 @@ class Sm90Config(LaunchConfig):
             )
             launches = [
                 BoundLaunch(
-                    self.dq_launches[dlse_strides is not None],
+                    self.dq_launches[dlse_strides is not None, query_chunks is not None],
                     dq_ctas,
                     DqArgs,
                     **descriptors,
@@ -414,6 +547,7 @@ class Sm90Config(LaunchConfig):
                     LSE="lse",
                     DLSE="lse" if dlse_strides is None else "dlse",
                     STATS="stats",
+                    DQ_SUMS="dq_sums" if query_chunks else "q",
                     TILES=query_tiles,
                     COUNTER="count",
                     **dq_strides._asdict(),
@@ -428,8 +562,10 @@ class Sm90Config(LaunchConfig):
                     **descriptors,
                     SLOPES=self.slopes,
                     STATS="stats",
-                    DK="dk" if splits == 1 else "dk_splits",
-                    DV="dv" if splits == 1 else "dv_splits",
+                    DK="dk" if splits == 1 else "dk_sums",
+                    DV="dv" if splits == 1 else "dv_sums",
+                    DK_SUMS="dk_sums" if key_chunks else "q",
+                    DV_SUMS="dv_sums" if key_chunks else "q",
                     TILES=key_tiles,
                     COUNTER="count",
                     **dkdv_strides._asdict(),
@@ -437,15 +573,17 @@ class Sm90Config(LaunchConfig):
                 )
                 for launch in dkdv_launches
             ]
-            if splits == 1:
+            if not sums:
                 return bind_launches(BACKWARD_PARAMETERS, *launches, varying=("count",))
             launch_all = bind_launches(
-                f"{BACKWARD_PARAMETERS}, *, dk_splits, dv_splits",
+                f"{BACKWARD_PARAMETERS}, *, {', '.join(sums)}",
                 *launches,
-                sum_launch,
+                *sum_launches,
                 varying=("count",),
             )
-            return lambda *args: launch_all(*args, dk_splits=new(*dk_like), dv_splits=new(*dv_like))
+            return lambda *args: launch_all(
+                *args, **{name: new(*shape) for name, shape in allocations.items()}
+            )
 
         return prepare
 

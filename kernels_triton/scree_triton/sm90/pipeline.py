@@ -457,14 +457,18 @@ def allocate_tile_queue(slots: gl.constexpr = 2, MERGED: gl.constexpr = False):
 
 
 @gluon.jit
-def publish_tile(slot, tile, tile_id, total_tiles, head):
+def publish_tile(slot, tile, tile_id, total_tiles, head, CHUNKED: gl.constexpr = False):
     """Copy a tile's entry to the consumers' queue; a length of 0 stops them.
+
+    Field 5 becomes the head. With CHUNKED, field 2 becomes the former field 5.
 
     Every lane writes its own copy. The consumers read the copy of the first lane, which is the lane
     that arrives at barriers: an arrival orders the writes of its own thread only.
     """
     e = gl.arange(0, 32 * 8, gl.BlockedLayout([8], [32], [1], [0])) % 8
     entry = gl.load(tile + e)
+    if CHUNKED:
+        entry = gl.where(e == 2, gl.load(tile + 5), entry)
     entry = gl.where(e == 5, head, entry)
     slot.slice(0, 32 * 8).store(gl.where(tile_id < total_tiles, entry, 0))
 
@@ -520,6 +524,16 @@ def receive_tile(slot):
     )
 
 
+@gluon.jit
+def receive_chunk(slot):
+    """Read the chunk of a published tile, see `tile_chunks`.
+
+    Returns 1 + the index of its sums, or 0 for a whole tile; its first block, and the end of its blocks.
+    """
+    x = slot.slice(0, 8).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    return entry_field(x, 2), entry_field(x, 6), entry_field(x, 7)
+
+
 # --- Loads and stores without TMA
 @gluon.jit
 def tile_mask(rows, seqlen, cols, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
@@ -541,3 +555,31 @@ def store_tile(base, value, start, seqlen, stride, HEAD_DIM: gl.constexpr, LAYOU
         value,
         mask=tile_mask(rows, seqlen, cols, HEAD_DIM, value.shape[1]),
     )
+
+
+@gluon.constexpr_function
+def store_layout(accumulator, columns, in_float32):
+    """Return the layout in which a tile is stored.
+
+    Four threads of an accumulator hold 32 adjacent bytes in float32, so it needs no conversion.
+    """
+    if in_float32:
+        return accumulator
+    return columns_layout(columns)
+
+
+@gluon.jit
+def store_accumulators(
+    base, acc, factor, start, seqlen, stride, HEAD_DIM: gl.constexpr, IN_FLOAT32: gl.constexpr
+):
+    """Store the accumulators of a tile, multiplied by a factor."""
+    for p in gl.static_range(len(acc)):
+        store_tile(
+            base + p * acc[0].shape[1],
+            acc[p] * factor,
+            start,
+            seqlen,
+            stride,
+            HEAD_DIM - p * acc[0].shape[1],
+            store_layout(acc[p].type.layout, acc[p].shape[1], IN_FLOAT32),
+        )
