@@ -86,12 +86,13 @@ def prepare(capability: int, compiled: list[str]) -> None:
     launch.Launch._keep = lambda *args: None
 
 
-def attend_long_row(dim: int, dtype: torch.dtype) -> None:
-    """Compute attention on one long row, and its gradients."""
+def attend_long_row(dim: int, dtype: torch.dtype, query_heads: int = 16) -> None:
+    """Compute attention on one long row, and its gradients; with one head, tiles are cut into chunks."""
     import scree
 
     q, k, v = (
-        torch.randn(5000, heads, dim, dtype=dtype, requires_grad=True) for heads in (16, 1, 1)
+        torch.randn(5000, heads, dim, dtype=dtype, requires_grad=True)
+        for heads in (query_heads, 1, 1)
     )
     x = scree.Array(q, torch.tensor([0, 5000], dtype=torch.int32), max_length=5000)
     out = scree.attention(x, x.with_values(k), x.with_values(v), causal=True)
@@ -165,6 +166,8 @@ def main() -> None:
                     dims = (32, 64, 128) if capability == "90" else (128,)
                     for dim in dims if dtype == torch.bfloat16 else ():
                         attend_long_row(dim, dtype)
+                    if capability == "90" and dtype == torch.bfloat16:
+                        attend_long_row(64, dtype, query_heads=1)
                 elif name in (SHORT_ROWS, PAGED_PREFILL) and capability != "90":
                     continue  # the portable kernels treat them as other rows
                 elif name == PAGED_PREFILL:
