@@ -206,6 +206,13 @@ def _jax(device: str | None) -> Library:
         compiles=True,
         jit=jax.jit,
         grad=lambda f, *arrays: list(jax.grad(f, argnums=tuple(range(len(arrays))))(*arrays)),
+        context=partial(
+            _ignore_warnings,
+            # An array as the first argument of isdtype.
+            "Implicit conversion of an array to a dtype is deprecated",
+            # The cases do not compile, except those about jax.jit.
+            r"functions ran on \d+ different numbers of tokens outside of jax.jit",
+        ),
     )
 
 
@@ -251,6 +258,7 @@ def _mlx(device: str | None) -> Library:
         },
         jit=mx.compile,
         grad=grad,
+        context=partial(_ignore_warnings, "MLX has no complex128: eig"),
     )
 
 

@@ -661,6 +661,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
 def _is_installed(name: str) -> bool:
     try:
         load(name)
+    # A missing library is left out, unless --backend names it.
     except ImportError:
         return False
     return True

@@ -198,10 +198,12 @@ def run_for(command: list[str], env: dict[str, str], folder: str, seconds: float
     try:
         process.wait(seconds)
         return True
+    # The caller reports that the time was not enough.
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(30)
+        # A call of a library may hold the interrupt back.
         except subprocess.TimeoutExpired:
             process.kill()
         return False

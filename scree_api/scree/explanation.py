@@ -104,6 +104,7 @@ def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
     OBSERVERS[thread] = observe
     try:
         function(*args, **kwargs)
+    # The observer ends the call once the kernel is selected.
     except _Selected:
         return Explanation(name, *selected[0])
     finally:

@@ -80,6 +80,15 @@ def compare(
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
+def attend_with_lse(
+    q: Any, k: Any, v: Any, sinks: Any = None, *, causal: bool, window: Any
+) -> list[Any]:
+    """Return the result of attention and its log-sum-exp."""
+    return list(
+        scree.attention(q, k, v, causal=causal, window=window, sinks=sinks, return_lse=True)
+    )
+
+
 def group_of(mesh: Any) -> Any:
     """Return the process group of a mesh."""
     return mesh.get_group() if isinstance(mesh, dist.device_mesh.DeviceMesh) else mesh
@@ -90,15 +99,6 @@ def unshard_if(x: Any) -> torch.Tensor:
     if not isinstance(x, scree.Array):
         return x.detach()
     return (x if x.layout.cut is None else unshard(x)).values.detach()
-
-
-def attend_with_lse(
-    q: Any, k: Any, v: Any, sinks: Any = None, *, causal: bool, window: Any
-) -> list[Any]:
-    """Return the result of attention and its log-sum-exp."""
-    return list(
-        scree.attention(q, k, v, causal=causal, window=window, sinks=sinks, return_lse=True)
-    )
 
 
 def check_attention(mesh: Any, seeds: Iterable[int]) -> None:

@@ -223,10 +223,12 @@ class Training:
 
         folder.mkdir(parents=True, exist_ok=True)
         part, path = folder / "part", folder / f"step-{self.step:08d}"
-        shutil.rmtree(part, ignore_errors=True)
+        if part.exists():  # of a process that ended while it wrote
+            shutil.rmtree(part)
         with _checkpoint_of_one_process():
             dcp.save(self._state(losses, seconds), checkpoint_id=part)
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(path)
         part.rename(path)
         for old in sorted(folder.glob("step-*"))[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
