@@ -182,7 +182,9 @@ def model(process: Worker, name: str) -> None:
     data = _make_batches(process, name, world)
     ids, targets = data.ids, data.targets
     share, cost = slice(rank, rank + 1), _training_cost(process)
-    cut_ids, cut_targets = ([shard(x[0], process.mesh, cost=cost)] for x in (ids, targets))
+    cut_ids, cut_targets = (
+        [shard(x[0], process.mesh, cost=cost, causal=True)] for x in (ids, targets)
+    )
     everything = "one device, all batches"
     _compare(
         process,
@@ -245,7 +247,7 @@ def mesh(process: Worker, name: str) -> None:
     data = _make_batches(process, name, num_batches)
     index, cost = axes["data"].get_local_rank(), _training_cost(process)
     cut_ids, cut_targets = (
-        [shard(x[index], axes["context"], cost=cost)] for x in (data.ids, data.targets)
+        [shard(x[index], axes["context"], cost=cost, causal=True)] for x in (data.ids, data.targets)
     )
     peer = f"one device, {num_batches} batches"
     name_of_mesh = f"context {num_parts} x data {num_batches}"

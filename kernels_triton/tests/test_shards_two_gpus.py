@@ -29,16 +29,17 @@ OPTIONS = [
 ]
 
 
-def attend(values, lengths, options, mesh=None, exchange=None):
+def attend(values, lengths, options, mesh=None, exchange=None, causal=False):
     """Return the output, the log-sum-exp and the gradients, as whole rows in float32."""
     leaves = [x.detach().clone().requires_grad_() for x in values]
     base = scree.from_lengths(leaves[0], lengths)
     arrays = [base, *(base.with_values(x) for x in leaves[1:3])]
     if mesh is not None:
-        arrays = [shard(x, mesh, exchange=exchange) for x in arrays]
+        arrays = [shard(x, mesh, exchange=exchange, causal=causal) for x in arrays]
     out, lse = scree.attention(*arrays, sinks=leaves[3], return_lse=True, **options)
     weights = base.with_values(values[0].detach())
-    weights = weights if mesh is None else shard(weights, mesh, exchange=exchange)
+    if mesh is not None:
+        weights = shard(weights, mesh, exchange=exchange, causal=causal)
     (out.values * weights.values).float().sum().backward()
     grads = [x.grad.float() for x in leaves]
     if mesh is not None:
@@ -66,8 +67,8 @@ def work(rank, folder):
             wide = [x.float() for x in values]
             reference = attend(wide, lengths, options)
             whole = attend(values, lengths, options)
-            for exchange in ("keys", "heads"):
-                actual = attend(values, lengths, options, mesh, exchange)
+            for exchange, causal in (("keys", False), ("keys", True), ("heads", False)):
+                actual = attend(values, lengths, options, mesh, exchange, causal)
                 for expected, own, x in zip(reference, whole, actual):
                     finite = torch.isfinite(expected)
                     assert torch.equal(torch.isfinite(x), finite)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import scree
 from scree.data import split_balanced
 from scree.distributed import shard, unshard
+from scree.distributed.exchange import REMOTE_LOSS
 from scree.distributed.pieces import KeyPlan, Pieces, cut_rows, plan_keys, plan_remote_keys
 from scree.ops.attention import AttentionCall
 
@@ -46,24 +47,26 @@ def compare(
     ragged: int,
     mesh: Any,
     exchange: str | None = None,
+    causal: bool = False,
 ) -> None:
     """Compare results and gradients on shards and on whole rows.
 
     `compute` takes the leaves, the first `ragged` of them as ragged arrays, and returns ragged
-    arrays, or dense arrays that are equal on all ranks.
+    arrays, or dense arrays that are equal on all ranks. `exchange` and `causal` are options of `shard`.
     """
+    options: Any = {"exchange": exchange, "causal": causal}
     results = []
     for is_shard in (False, True):
         inputs = [x.clone().requires_grad_() for x in leaves]
         base = scree.from_lengths(inputs[0], lengths)
         arrays = [base, *(base.with_values(x) for x in inputs[1:ragged])]
-        arrays = [shard(x, mesh, exchange=exchange) if is_shard else x for x in arrays]
+        arrays = [shard(x, mesh, **options) if is_shard else x for x in arrays]
         outputs = compute(*arrays, *inputs[ragged:])
         loss = torch.zeros((), dtype=torch.float64)
         for i, x in enumerate(outputs):
             if isinstance(x, scree.Array):
                 weights = base.with_values(random(100 + i, *unshard_if(x).shape))
-                weights = shard(weights, mesh, exchange=exchange) if is_shard else weights
+                weights = shard(weights, mesh, **options) if is_shard else weights
                 finite = torch.where(torch.isfinite(x.values), x.values, 0.0)
                 loss = loss + (finite * weights.values).sum()
             else:  # each rank has the result of all; one rank has the loss of it
@@ -101,7 +104,7 @@ def unshard_if(x: Any) -> torch.Tensor:
     return (x if x.layout.cut is None else unshard(x)).values.detach()
 
 
-def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
+def check_attention(mesh: Any, seeds: Iterable[int], is_causal: bool = False) -> None:
     for seed in seeds:
         lengths, heads = make_lengths(seed), [(4, 2), (3, 1), (2, 2)][seed % 3]
         total = int(lengths.sum())
@@ -109,7 +112,7 @@ def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
         for causal, window in [*WINDOWS, (False, (6, None))]:
             attend = partial(attend_with_lse, causal=causal, window=window)
             sinks = [random(9, heads[0])] if seed % 2 else []
-            compare(attend, [*leaves, *sinks], lengths, 3, mesh)
+            compare(attend, [*leaves, *sinks], lengths, 3, mesh, causal=is_causal)
     lengths = make_lengths(2)
     leaves = [random(i, int(lengths.sum()), 2, 4) for i in range(3)]
     slopes = torch.rand(lengths.size, 2, dtype=torch.float64)
@@ -120,6 +123,7 @@ def check_attention(mesh: Any, seeds: Iterable[int]) -> None:
         lengths,
         3,
         mesh,
+        causal=is_causal,
     )
 
 
@@ -444,6 +448,8 @@ def work(rank: int, folder: Path) -> None:
             for exchange in ("keys", "heads"):
                 check_different_losses(group, exchange, i == 1)
     if rank < 2:
+        # Cuts for a causal mask also serve attention without one.
+        check_attention(groups[2], (2, 4, 6), True)
         check_compile(groups[2])
     check_refusals(mesh)
     check_checkpoint(mesh)
@@ -502,6 +508,55 @@ def test_cut_rows_cuts_only_where_whole_rows_are_unbalanced() -> None:
     assert rows == [2] and max(loads) - min(loads) <= 2
 
 
+def test_cut_rows_causal_balances_tokens_and_attention_with_fewer_remote_pairs() -> None:
+    def measure(pieces: Pieces) -> tuple[float, float, float]:
+        """Return the imbalance of tokens and of attention, and the remote pairs."""
+        tokens, pairs, remote = np.zeros(2), np.zeros(2), np.zeros(2)
+        for row, start, stop, rank in zip(
+            pieces.rows, pieces.starts, pieces.stops, pieces.ranks, strict=True
+        ):
+            tokens[rank] += stop - start
+            for position in range(start, stop):
+                pairs[rank] += position + 1
+            for other, first, last, owner in zip(
+                pieces.rows, pieces.starts, pieces.stops, pieces.ranks, strict=True
+            ):
+                if other == row and owner != rank and last <= start:
+                    remote[rank] += (last - first) * (stop - start)
+        attention = pairs + REMOTE_LOSS * remote
+        return (
+            float(tokens.max() / tokens.mean()),
+            float(attention.max() / attention.mean()),
+            float(remote.sum()),
+        )
+
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        lengths = np.append(rng.lognormal(5, 1, 20).astype(np.int64), 0)
+        lengths[3] = 0.6 * lengths.sum()
+        evenly, causal = (cut_rows(lengths, 2, (500, 1), x) for x in (False, True))
+        covered = np.zeros(lengths.size, np.int64)
+        for row, start, stop in zip(causal.rows, causal.starts, causal.stops, strict=True):
+            assert start == covered[row] < stop
+            covered[row] = stop
+        assert np.array_equal(covered, lengths)
+        tokens, attention, remote = measure(causal)
+        assert tokens < 1.02 and attention < 1.05
+        assert remote < 0.9 * measure(evenly)[2]
+
+
+@pytest.mark.parametrize("lengths", [[65_536], [3, 0, 3], [1, 1, 1], [2], [0], [900, 800, 100]])
+def test_cut_rows_causal_cuts_evenly_where_that_is_no_slower(lengths: list[int]) -> None:
+    evenly, causal = (cut_rows(np.asarray(lengths), 2, (4096, 1), x) for x in (False, True))
+    if causal.rows.size == evenly.rows.size:
+        assert np.array_equal(causal.stops, evenly.stops)
+    for num_ranks in (1, 3):
+        expected = cut_rows(np.asarray(lengths), num_ranks, (4096, 1))
+        actual = cut_rows(np.asarray(lengths), num_ranks, (4096, 1), True)
+        assert np.array_equal(actual.stops, expected.stops)
+    assert causal.lengths.sum() == sum(lengths)
+
+
 def tokens_of(pieces: Pieces, rank: int) -> list[tuple[int, int]]:
     """Return the row and the position of each token of a rank."""
     mine = pieces.select(pieces.ranks == rank)
@@ -527,13 +582,17 @@ def delivered_keys(
     return [x for source, start, length in plan.keys for x in buffers[source][start:][:length]]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("num_ranks", "causal"), [(2, False), (2, True), (3, False), (4, False), (8, False)]
+)
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0), (3, 2), (None, 4)])
-def test_plans_deliver_the_visible_keys(num_ranks: int, window: tuple[int | None, ...]) -> None:
+def test_plans_deliver_the_visible_keys(
+    num_ranks: int, causal: bool, window: tuple[int | None, ...]
+) -> None:
     left, right = window
     for seed in range(8):
         lengths = make_lengths(seed).astype(np.int64)
-        pieces = cut_rows(lengths, num_ranks, (1, 1))
+        pieces = cut_rows(lengths, num_ranks, (1, 1), causal)
         plans = [plan_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
         remote = [plan_remote_keys(pieces, lengths, r, num_ranks, window) for r in range(num_ranks)]
         for rank, plan in enumerate(plans):

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .exchange import REMOTE_LOSS
+from .one_cut import cut_longest_row, slowest_cost
+
 #: The highest cost of a rank relative to the mean of all ranks. Above it one more row is cut.
 TOLERANCE = 1.01
 #: Bounds the number of exchanges of whole rows between two ranks, per rank.
@@ -38,7 +41,9 @@ class Pieces:
         return Pieces(self.rows[mask], self.starts[mask], self.stops[mask], self.ranks[mask])
 
 
-def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
+def cut_rows(
+    lengths: np.ndarray, num_ranks: int, cost: tuple[float, float], causal: bool = False
+) -> Pieces:
     """Divide rows over ranks, with equal sums of ``a * L + b * L**2``.
 
     The limit of a rank is `TOLERANCE` times the mean cost. Rows that cost more than the limit are
@@ -50,6 +55,9 @@ def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> 
     chunks of a rank have the same length. So with a causal mask too, their queries see half of the
     row on average. A rank whose whole rows cost less has longer chunks.
 
+    If all attention has a causal mask, two ranks may have one chunk each of the longest row; see
+    `cut_longest_row`. They have if a step then costs less.
+
     Parameters
     ----------
     lengths
@@ -58,7 +66,41 @@ def cut_rows(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> 
         Number of ranks.
     cost
         The numbers (a, b).
+    causal
+        Whether all attention has a causal mask.
     """
+    pieces = _cut_evenly(lengths, num_ranks, cost)
+    if not causal or num_ranks != 2 or np.all(pieces.lengths == lengths[pieces.rows]):
+        return pieces
+    cut, rank_of_row, highest = cut_longest_row(lengths, cost)
+    if highest >= _causal_cost(pieces, cost):
+        return pieces
+    rows = np.flatnonzero(lengths)
+    starts, stops = np.zeros_like(rows), lengths[rows]
+    longest = int(np.argmax(lengths))
+    at = int(np.searchsorted(rows, longest))
+    rows, ranks = np.insert(rows, at, longest), np.insert(rank_of_row[rows], at, 0)
+    starts, stops = np.insert(starts, at, 0), np.insert(stops, at, cut)
+    starts[at + 1] = cut
+    return Pieces(*(x.astype(np.int64) for x in (rows, starts, stops, ranks)))
+
+
+def _causal_cost(pieces: Pieces, cost: tuple[float, float]) -> float:
+    """Return the `slowest_cost` of pieces on two ranks under a causal mask."""
+    tokens, pairs = np.zeros(2), np.zeros(2)
+    starts, stops = pieces.starts.astype(np.float64), pieces.stops.astype(np.float64)
+    np.add.at(tokens, pieces.ranks, stops - starts)
+    np.add.at(pairs, pieces.ranks, stops**2 - starts**2)
+    for i in range(starts.size):
+        # Keys on the other rank before this piece.
+        is_remote = (pieces.rows[:i] == pieces.rows[i]) & (pieces.ranks[:i] != pieces.ranks[i])
+        keys = (stops[:i] - starts[:i])[is_remote].sum()
+        pairs[pieces.ranks[i]] += 2 * REMOTE_LOSS * keys * (stops[i] - starts[i])
+    return float(slowest_cost(tokens, pairs, cost))
+
+
+def _cut_evenly(lengths: np.ndarray, num_ranks: int, cost: tuple[float, float]) -> Pieces:
+    """Divide rows over ranks, with two chunks per rank of each cut row; see `cut_rows`."""
     costs = cost[0] * lengths + cost[1] * lengths.astype(np.float64) ** 2
     order = np.argsort(-costs, kind="stable")[: np.count_nonzero(lengths)]
     mean = costs.sum() / num_ranks
