@@ -1,4 +1,4 @@
-"""A cost model of dK and dV: into how many splits to divide the query heads of a key head."""
+"""A cost model of the backward: splits of the query heads of a key head, and chunks of tiles."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +18,8 @@ _MAX_SPLIT_BYTES = 1 << 30
 _TOLERANCE = 1.04
 #: Whole tiles must cost this many times as much as chunks. The estimates know only the longest row.
 _CHUNK_GAIN = 1.2
+#: Seconds that chunks add: the launch that adds up their sums, and more instructions per tile.
+_CHUNK_SECONDS = 4e-6
 
 
 class KeyTileWork(NamedTuple):
@@ -125,7 +127,7 @@ def gains_by_chunks(
         shortest = block * max(2 * MIN_BLOCKS, group)
         chunk = min(longest, max(mean, shortest))
         chunks = min(CHUNKS_PER_CTA, mean / (shortest / 2)) if chunk < longest else 0.0
-        cut = _schedule_seconds(mean, chunk, max(tiles + chunks, 1.0)) + _SPLIT_SECONDS
+        cut = _schedule_seconds(mean, chunk, max(tiles + chunks, 1.0)) + _CHUNK_SECONDS
         cut += chunks * ctas * tile_size * token_bytes / _SPLIT_BYTES
         ratios.append(whole / cut)
     return sum(ratios) > _CHUNK_GAIN * len(ratios)

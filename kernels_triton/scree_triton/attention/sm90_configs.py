@@ -363,9 +363,9 @@ class Sm90Config(LaunchConfig):
         is_known = self.rows.min_length <= max_seqlen < UNBOUNDED
         if self.rows.merged or not is_known or min(num_rows, total_q, total_k) == 0:
             return None, None
+        all_rows = num_rows, total_q, total_k
         if self.rows != ALL_ROWS:
             # Rows that share no tile have an eighth of the tokens or more, and half of the longest length.
-            # The longest row of queries and the longest row of keys may be two rows.
             short = int(count_short_rows(num_rows, max(total_q, total_k), max_seqlen))
             tokens = short * self.rows.min_length // 2
             num_rows = max(num_rows - short, 2)
@@ -382,17 +382,26 @@ class Sm90Config(LaunchConfig):
         specs: list[ChunkSpec | None] = []
         for by_keys, tile in enumerate((dq, dkdv)):
             size, block = (tile.block_n, tile.block_m) if by_keys else (tile.block_m, tile.block_n)
-            totals = (total_q, total_k) if by_keys else (total_k, total_q)
             window = (left, right) if by_keys else (right, left)
             # A tile of few keys in a causal row has few queries, but a tile of few queries has many keys.
             is_aligned = same_offsets or (by_keys and right < UNBOUNDED)
+            # If the longest row of queries and the longest row of keys may be two rows, all other rows
+            # may be short.
+            known_rows = num_rows, total_q, total_k
+            estimates = (known_rows, True), (known_rows, False), (all_rows, False)
             works = [
                 estimate_work(
-                    num_rows, max_seqlen, *totals, size, AttentionSpec(*window, *others), x
+                    rows,
+                    max_seqlen,
+                    *(totals if by_keys else reversed(totals)),
+                    size,
+                    AttentionSpec(*window, *others),
+                    aligned,
                 )
-                for x in ((True,) if is_aligned else (True, False))
+                for (rows, *totals), aligned in estimates[: 1 if is_aligned else 3]
             ]
-            longest = min(max_seqlen, totals[1]) if same_offsets and not is_masked else 0
+            total = total_k if by_keys else total_q
+            longest = min(max_seqlen, total) if same_offsets and not is_masked else 0
             chunk_spec = ChunkSpec(
                 tile_size=size,
                 block=block,
@@ -411,7 +420,7 @@ class Sm90Config(LaunchConfig):
                 size,
                 flops[by_keys],
                 4 * (dims if by_keys else self.q.head_dim),
-                totals[1],
+                total,
                 longest,
                 chunk_spec.ctas,
             )
