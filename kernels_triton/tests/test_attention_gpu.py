@@ -20,6 +20,8 @@ SHORT = (1, 39, 0, 20, 5, 33, 64, 2, 0, 0, 63, 17, 300, 12, 130, 9, *(7,) * 30, 
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
 LONGEST = (40, 4999, 0, 300, 1)
+# Most causal queries precede the first key. Every CTA gets several such tiles, and others between them.
+BEFORE, FEW_KEYS = (2000, 30, 1, 700, 1500, 0, 64), (40, 2000, 1, 900, 3, 5, 0)
 MASKS = [
     dict(),
     dict(causal=True),
@@ -155,6 +157,11 @@ CASES = [
             ((None, 0), (LONG[::-1], 70)),
             (MASKS[0], MASKS[1]),
         )
+    ),
+    *(
+        Case(dtype, dim, dim, 16, 4, BEFORE, FEW_KEYS, slack=slack, causal=True, window=window)
+        for dtype, dim in ((f16, 32), (bf16, 64), (bf16, 80), (f16, 128), (f16, 160), (bf16, 192))
+        for slack, window in ((0, (None, None)), (70, (150, None)))
     ),
     *(
         Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True)

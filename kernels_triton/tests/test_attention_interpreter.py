@@ -184,6 +184,33 @@ def test_sm90_tiles_few_large_tiles_keep_the_forward_of_narrow_parts():
 
 
 @pytest.mark.parametrize(
+    "dim, change, expected",
+    [
+        (64, dict(same_offsets=False), True),
+        (128, dict(same_offsets=False), True),
+        (64, dict(), False),
+        (64, dict(same_offsets=False, causal=False), False),
+        (64, dict(same_offsets=False, has_left=True), False),
+        (64, dict(same_offsets=False, batch_kind="long rows"), False),
+        (128, dict(same_offsets=False, batch_kind="two long rows"), False),
+        (80, dict(same_offsets=False, batch_kind="long rows"), True),
+    ],
+)
+def test_select_config_on_hopper_skips_tiles_before_the_first_key(
+    dim, change, expected, monkeypatch
+):
+    """Only causal rows whose queries and keys differ have tiles without keys."""
+    hopper = Device("nvidia", (9, 0), 132, 232448, 50 << 20, (3, 6))
+    for module in (launch_configs, portable_config, sm90_configs):
+        monkeypatch.setattr(module, "device_info", lambda device: hopper)
+    layouts = (HeadLayout(2, dim, 2 * dim, dim),) * 3
+    config = launch_configs.select_config(
+        torch.device("cuda", 0), torch.bfloat16, layouts, **{**CAUSAL, **change}
+    )
+    assert config.forward_launch.constants["SKIP_EMPTY"] == expected
+
+
+@pytest.mark.parametrize(
     "head_dim, head_dim_v, expected",
     [(72, 72, True), (96, 96, True), (128, 96, False), (192, 192, True), (256, 256, False)],
 )

@@ -136,6 +136,7 @@ class Sm90Config(LaunchConfig):
                 MERGED=rows.merged,
                 **features,
                 Q_IN_REGISTERS=q_in_registers,
+                SKIP_EMPTY=self._skips_empty_tiles(causal, same_offsets, batch_kind, width),
             ),
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
@@ -212,6 +213,22 @@ class Sm90Config(LaunchConfig):
         )
         #: Splits per key head -> the launch that sums over the splits.
         self.sum_splits_launches: dict[int, Launch] = {}
+
+    def _skips_empty_tiles(
+        self, causal: bool, same_offsets: bool, batch_kind: BatchKind, width: int
+    ) -> bool:
+        """Return whether the forward skips tiles whose queries precede the first key of their row.
+
+        Skipping takes registers in all tiles. In long rows of heads of one part, tiles without keys take
+        less time than this costs.
+        """
+        is_long = batch_kind in ("long rows", "two long rows")
+        return (
+            causal
+            and not same_offsets
+            and not self.rows.merged
+            and not (is_long and width in (64, 128))
+        )
 
     def _count_splits(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
