@@ -80,11 +80,20 @@ CASES = [
             (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:4] + MASKS[5:]
         )
     ),
-    # Heads that TMA pads to 32, 64 and 128 numbers.
+    # Heads that TMA pads to the width of their parts.
     *(
         Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, **mask)
         for (dtype, dim), k_lengths, mask in itertools.product(
-            ((f16, 24), (bf16, 40), (f16, 48), (bf16, 72), (f16, 112)),
+            (
+                (f16, 24),
+                (bf16, 40),
+                (f16, 48),
+                (bf16, 72),
+                (f16, 88),
+                (f16, 112),
+                (bf16, 136),
+                (f16, 152),
+            ),
             (None, LONGER),
             (MASKS[0], MASKS[1], MASKS[6]),
         )
@@ -264,7 +273,8 @@ def test_error(case):
         *(
             Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, slack=70, **mask)
             for (dtype, dim), (k_lengths, mask) in itertools.product(
-                ((bf16, 160), (f16, 192)), ((None, MASKS[1]), (LONGER, MASKS[6]))
+                ((f16, 88), (f16, 152), (bf16, 160), (f16, 192)),
+                ((None, MASKS[1]), (LONGER, MASKS[6])),
             )
         ),
     ],
@@ -280,7 +290,7 @@ def test_few_short_rows(case):
     [
         Case(dtype, dim, dim, 4, 2, lengths, slack=slack, **mask)
         for (dtype, dim), (lengths, slack), mask in itertools.product(
-            ((f16, 64), (bf16, 72), (bf16, 128), (f16, 160)),
+            ((f16, 64), (bf16, 72), (f16, 96), (bf16, 128), (bf16, 152), (f16, 160)),
             (((1, 63, 64, 65, 0, 192, 127, 5, 191), 0), ((128, 99, 0, 129), 70)),
             (MASKS[0], MASKS[1]),
         )
@@ -336,7 +346,7 @@ def test_rows_share_tiles(case, share_tiles):
     [
         Case(dtype, dim, dim, heads, k_heads, LONGEST, k_lengths, slack=slack, **mask)
         for (dtype, dim), (heads, k_heads), (k_lengths, slack), mask in itertools.product(
-            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 128)),
+            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 80), (bf16, 128), (f16, 192)),
             ((2, 2), (4, 1)),
             ((None, 0), (LONGEST[::-1], 0), (None, 70)),
             (MASKS[0], MASKS[1]),

@@ -59,9 +59,9 @@ from .tile_scheduler import UNBOUNDED
 _SUM_BLOCK = 1024
 
 
-def _descriptor(layout: HeadLayout) -> Any:
+def _descriptor(layout: HeadLayout, wide_parts: bool = False) -> Any:
     """Return the ragged descriptor of values with this layout, in parts of a head."""
-    return ragged(*layout, *head_parts(layout.head_dim))
+    return ragged(*layout, *head_parts(layout.head_dim, wide_parts))
 
 
 def _initial_registers(ctas_per_sm: int, consumers: int) -> int:
@@ -111,7 +111,10 @@ class Sm90Config(LaunchConfig):
         self.forward_heads_in_l2 = count_heads_in_l2(
             self.heads, 4 if width >= 128 else 8, self.group
         )
-        m, n, stages, own_stages, ctas_per_sm, _, q_in_registers = self.tiles.forward
+        m, n, stages, own_stages, ctas_per_sm, _, q_in_registers, wide = self.tiles.forward
+        self.forward_descriptors = tuple(_descriptor(x, wide) for x in layouts)
+        forward_parts = head_parts(self.q.head_dim, wide)[1]
+        forward_block_dv, forward_parts_v = head_parts(self.v.head_dim, wide)
         q_in_registers = (
             q_in_registers
             and not (softcap or alibi)
@@ -127,7 +130,10 @@ class Sm90Config(LaunchConfig):
                 BLOCK_M=m,
                 BLOCK_N=n,
                 HEAD_DIM=self.q.head_dim,
-                **values,
+                HEAD_DIM_V=self.v.head_dim,
+                BLOCK_DV=forward_block_dv,
+                PARTS=forward_parts,
+                PARTS_V=forward_parts_v,
                 STAGES=stages,
                 Q_STAGES=own_stages,
                 STORE_IN_Q_SMEM=self.stores_by_tma,
@@ -144,7 +150,7 @@ class Sm90Config(LaunchConfig):
             unwritten=("OUT",) if self.stores_by_tma else ("o_desc",),
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
-        m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dq
+        m, n, stages, own_stages, ctas_per_sm, ping_pong, *_ = self.tiles.dq
         self.dq_launches = [
             Launch(
                 dq_sm90.attention_dq_sm90_kernel,
@@ -168,7 +174,7 @@ class Sm90Config(LaunchConfig):
             )
             for x in (False, True)
         ]
-        m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dkdv
+        m, n, stages, own_stages, ctas_per_sm, ping_pong, *_ = self.tiles.dkdv
         # Parts of keys and values in registers: in the launch of dK or of both, in the launch of dV.
         count = int(width == 64 and causal and not rows.merged)
         kv_in_registers = [(count, count)] * 2
@@ -219,8 +225,7 @@ class Sm90Config(LaunchConfig):
     ) -> bool:
         """Return whether the forward skips tiles whose queries precede the first key of their row.
 
-        Skipping takes registers in all tiles. In long rows of heads of one part, tiles without keys take
-        less time than this costs.
+        In long rows of heads of one part, the other tiles lose as much time as these tiles save.
         """
         is_long = batch_kind in ("long rows", "two long rows")
         return (
@@ -313,7 +318,7 @@ class Sm90Config(LaunchConfig):
 
     def _forward(self, layout, total_q, total_k, spec):
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
-        q_desc, k_desc, v_desc = self.descriptors
+        q_desc, k_desc, v_desc = self.forward_descriptors
         tile = self.tiles.forward
         tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
@@ -333,7 +338,7 @@ class Sm90Config(LaunchConfig):
             q_desc=("q", q_desc),
             k_desc=("k", k_desc),
             v_desc=("v", v_desc),
-            o_desc=(described, _descriptor(out_layout)),
+            o_desc=(described, _descriptor(out_layout, tile.wide_parts)),
             SLOPES=self.slopes,
             OUT=written,
             LSE="lse",
