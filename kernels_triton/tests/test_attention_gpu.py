@@ -20,6 +20,8 @@ SHORT = (1, 39, 0, 20, 5, 33, 64, 2, 0, 0, 63, 17, 300, 12, 130, 9, *(7,) * 30, 
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
 LONGEST = (40, 4999, 0, 300, 1)
+# Most causal queries precede the first key. Every CTA gets several such tiles, and others between them.
+BEFORE, FEW_KEYS = (2000, 30, 1, 700, 1500, 0, 64), (40, 2000, 1, 900, 3, 5, 0)
 MASKS = [
     dict(),
     dict(causal=True),
@@ -78,11 +80,20 @@ CASES = [
             (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:4] + MASKS[5:]
         )
     ),
-    # Heads that TMA pads to 32, 64 and 128 numbers.
+    # Heads that TMA pads to the width of their parts.
     *(
         Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, **mask)
         for (dtype, dim), k_lengths, mask in itertools.product(
-            ((f16, 24), (bf16, 40), (f16, 48), (bf16, 72), (f16, 112)),
+            (
+                (f16, 24),
+                (bf16, 40),
+                (f16, 48),
+                (bf16, 72),
+                (f16, 88),
+                (f16, 112),
+                (bf16, 136),
+                (f16, 152),
+            ),
             (None, LONGER),
             (MASKS[0], MASKS[1], MASKS[6]),
         )
@@ -155,6 +166,11 @@ CASES = [
             ((None, 0), (LONG[::-1], 70)),
             (MASKS[0], MASKS[1]),
         )
+    ),
+    *(
+        Case(dtype, dim, dim, 16, 4, BEFORE, FEW_KEYS, slack=slack, causal=True, window=window)
+        for dtype, dim in ((f16, 32), (bf16, 64), (bf16, 80), (f16, 128), (f16, 160), (bf16, 192))
+        for slack, window in ((0, (None, None)), (70, (150, None)))
     ),
     *(
         Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True)
@@ -276,7 +292,8 @@ def test_error(case):
         *(
             Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, slack=70, **mask)
             for (dtype, dim), (k_lengths, mask) in itertools.product(
-                ((bf16, 160), (f16, 192)), ((None, MASKS[1]), (LONGER, MASKS[6]))
+                ((f16, 88), (f16, 152), (bf16, 160), (f16, 192)),
+                ((None, MASKS[1]), (LONGER, MASKS[6])),
             )
         ),
     ],
@@ -292,7 +309,7 @@ def test_few_short_rows(case):
     [
         Case(dtype, dim, dim, 4, 2, lengths, slack=slack, **mask)
         for (dtype, dim), (lengths, slack), mask in itertools.product(
-            ((f16, 64), (bf16, 72), (bf16, 128), (f16, 160)),
+            ((f16, 64), (bf16, 72), (f16, 96), (bf16, 128), (bf16, 152), (f16, 160)),
             (((1, 63, 64, 65, 0, 192, 127, 5, 191), 0), ((128, 99, 0, 129), 70)),
             (MASKS[0], MASKS[1]),
         )
@@ -348,7 +365,7 @@ def test_rows_share_tiles(case, share_tiles):
     [
         Case(dtype, dim, dim, heads, k_heads, LONGEST, k_lengths, slack=slack, **mask)
         for (dtype, dim), (heads, k_heads), (k_lengths, slack), mask in itertools.product(
-            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 128)),
+            ((f16, 32), (bf16, 64), (f16, 64), (bf16, 80), (bf16, 128), (f16, 192)),
             ((2, 2), (4, 1)),
             ((None, 0), (LONGEST[::-1], 0), (None, 70)),
             (MASKS[0], MASKS[1]),

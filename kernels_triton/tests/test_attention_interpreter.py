@@ -183,6 +183,67 @@ def test_sm90_tiles_few_large_tiles_keep_the_forward_of_narrow_parts():
     assert (medium[1].forward.block_m, medium[1].dq) == (128, few[1].dq)
 
 
+def test_sm90_tiles_unaligned_heads_have_wide_parts():
+    """TMA loads narrow parts of heads slowly that are no multiple of 32 bytes."""
+    for kind in ("usual", "medium rows", "long rows", "few tiles", "few large tiles", "short rows"):
+        assert tile_configs.sm90_tiles(2, 152, 152, kind).forward.wide_parts, kind
+        assert tile_configs.sm90_tiles(2, 72, 72, kind).forward.wide_parts, kind
+        aligned = tile_configs.sm90_tiles(2, 160, 160, kind).forward
+        assert aligned.wide_parts == (kind == "medium rows"), kind
+    assert not tile_configs.sm90_tiles(2, 80, 80, "few tiles").forward.wide_parts
+
+
+def test_sm90_tiles_unaligned_heads_of_values_have_wide_parts():
+    assert tile_configs.sm90_tiles(2, 160, 152).forward.wide_parts
+
+
+@pytest.mark.parametrize(
+    "block, parts, dim, expected",
+    [
+        (64, 1, 40, [64]),
+        (32, 3, 72, [64, 16]),
+        (32, 3, 96, [64, 32]),
+        (64, 2, 80, [64, 16]),
+        (64, 2, 88, [64, 32]),
+        (32, 5, 144, [128, 16]),
+        (64, 3, 136, [128, 16]),
+        (64, 3, 160, [128, 32]),
+        (64, 3, 192, [64, 64, 64]),
+        (128, 2, 200, [128, 128]),
+    ],
+)
+def test_product_widths_cover_the_head(block, parts, dim, expected):
+    pipeline = importlib.import_module("scree_triton.sm90.pipeline")
+    assert pipeline.product_widths(block, parts, dim) == expected
+
+
+@pytest.mark.parametrize(
+    "dim, change, expected",
+    [
+        (64, dict(same_offsets=False), True),
+        (128, dict(same_offsets=False), True),
+        (64, dict(), False),
+        (64, dict(same_offsets=False, causal=False), False),
+        (64, dict(same_offsets=False, has_left=True), False),
+        (64, dict(same_offsets=False, batch_kind="long rows"), False),
+        (128, dict(same_offsets=False, batch_kind="two long rows"), False),
+        (80, dict(same_offsets=False, batch_kind="long rows"), True),
+    ],
+)
+def test_select_config_on_hopper_skips_tiles_before_the_first_key(
+    dim, change, expected, monkeypatch
+):
+    """Only causal rows whose queries and keys differ have tiles without keys."""
+    hopper = Device("nvidia", (9, 0), 132, 232448, 50 << 20, (3, 6))
+    for module in (launch_configs, portable_config, sm90_configs):
+        monkeypatch.setattr(module, "device_info", lambda device: hopper)
+    layouts = (HeadLayout(2, dim, 2 * dim, dim),) * 3
+    config = launch_configs.select_config(
+        torch.device("cuda", 0), torch.bfloat16, layouts, **{**CAUSAL, **change}
+    )
+    assert config.forward_launch.constants["SKIP_EMPTY"] == expected
+
+
 @pytest.mark.parametrize(
     "head_dim, head_dim_v, expected",
     [(72, 72, True), (96, 96, True), (128, 96, False), (192, 192, True), (256, 256, False)],
@@ -304,7 +365,10 @@ def test_get_launch_config_short_rows_selects_tiles(monkeypatch):
         (1, 16, 1, 40, 1602, ("few tiles", False)),
         (844, 16, 1, 40, 1602, ("few tiles", False)),
         (845, 16, 1, 40, 1602, ("usual", False)),
-        (1, 136, 1, 40, 1602, ("usual", False)),
+        (1, 136, 1, 40, 1602, ("medium rows", False)),
+        (1, 160, 1, 40, 2048, ("medium rows", False)),
+        (1, 160, 1, 40, 2049, ("usual", False)),
+        (1, 168, 1, 40, 1602, ("usual", False)),
         (2000, 16, 1, 40, 192, ("short rows", False)),
         (2000, 16, 1, 40, 193, ("usual", False)),
         (2000, 16, 1, 129, 192, ("usual", False)),

@@ -76,6 +76,56 @@ def _shift_tile_start(start_m, seqlen_q, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def _is_empty(
+    start_m,
+    seqlen_q,
+    seqlen_k,
+    window_right,
+    BLOCK_M: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """Return whether no query of a tile attends to a key."""
+    end = seqlen_k
+    if CAUSAL or WINDOW:
+        end = gl.minimum(seqlen_k, start_m + BLOCK_M + seqlen_k - seqlen_q + window_right)
+    return end <= 0
+
+
+@gluon.jit
+def _has_values(step, pending, SKIP_EMPTY: gl.constexpr):
+    """Return whether the values of a block are still to be loaded."""
+    if SKIP_EMPTY:
+        return pending > 0
+    else:
+        return step > 0
+
+
+@gluon.jit
+def _load_last_values(
+    v_desc,
+    k_offset,
+    seqlen_k,
+    start_n,
+    v_head,
+    kv_full,
+    kv_empty,
+    v_smem,
+    step,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Load values without keys, and return the next step."""
+    stage = step % STAGES
+    mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(kv_full.index(stage), slot_bytes(v_smem, PARTS_V))
+    load_slot(
+        v_desc, k_offset, seqlen_k, start_n, v_head, kv_full.index(stage), v_smem, stage, PARTS_V
+    )
+    return step + 1
+
+
+@gluon.jit
 def forward_producer(
     smem,
     producer_args,
@@ -91,12 +141,13 @@ def forward_producer(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    SKIP_EMPTY: gl.constexpr = False,
 ):
     """Load queries once per tile, and each key block with the values of the previous block.
 
-    One step of the consumers multiplies both. The last values come alone. The producer fetches the
-    next tile and reads its entry before it waits for the slot of the last keys, which hides the
-    latency.
+    One step of the consumers multiplies both. The last values before a tile without keys, and of all
+    tiles, come alone. The producer fetches the next tile and reads its entry before it waits for the
+    slot of the last keys, which hides the latency.
     """
     q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
     (
@@ -119,6 +170,7 @@ def forward_producer(
     q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
     work_idx = 0
     step = 0
+    pending = 0  # whether the values of the last block are still to be loaded
     prev_k_offset = 0
     prev_seqlen_k = 0
     prev_start_n = 0
@@ -129,85 +181,108 @@ def forward_producer(
         publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
         if tile_id < total_tiles:
             start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
-            mbarrier.expect(q_full.index(q_stage), CONSUMERS * slot_bytes(q_smem, PARTS_Q))
-            for wg in gl.static_range(CONSUMERS):
-                load_slot(
-                    q_desc,
-                    q_offset,
-                    seqlen_q,
-                    gl.maximum(start_m + wg * (BLOCK_M // CONSUMERS), 0),
-                    head_coordinate(head, stride_qh, q_smem),
-                    q_full.index(q_stage),
-                    q_smem,
-                    q_stage * CONSUMERS + wg,
-                    PARTS_Q,
-                )
-            n_block_max = get_n_block_max(
-                start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
-            )
-            n_block_min = get_n_block_min(
-                start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
-            )
-            cur_k_offset = k_offset + 0
-            cur_seqlen_k = seqlen_k + 0
-            cur_k_head = head_coordinate(head // qheads_per_khead, stride_kh, k_smem)
-            cur_v_head = head_coordinate(head // qheads_per_khead, stride_vh, v_smem)
-            for n_block in range(n_block_max - 1, n_block_min - 1, -1):
-                if n_block == n_block_min:
-                    tile_id = fetch_tile(COUNTER, total_tiles)
-                    tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
-                    q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
-                stage = step % STAGES
-                mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                if step > 0:
-                    mbarrier.expect(
-                        kv_full.index(stage),
-                        slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V),
-                    )
-                    load_slot(
+            if SKIP_EMPTY and _is_empty(
+                start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, CAUSAL, WINDOW
+            ):
+                if pending > 0:
+                    step = _load_last_values(
                         v_desc,
                         prev_k_offset,
                         prev_seqlen_k,
                         prev_start_n,
                         prev_v_head,
-                        kv_full.index(stage),
+                        kv_full,
+                        kv_empty,
                         v_smem,
-                        stage,
+                        step,
                         PARTS_V,
+                        STAGES,
                     )
-                else:
-                    mbarrier.expect(kv_full.index(stage), slot_bytes(k_smem, PARTS))
-                load_slot(
-                    k_desc,
-                    cur_k_offset,
-                    cur_seqlen_k,
-                    n_block * BLOCK_N,
-                    cur_k_head,
-                    kv_full.index(stage),
-                    k_smem,
-                    stage,
-                    PARTS,
+                pending = 0
+                mbarrier.arrive(q_full.index(q_stage), count=1)
+                tile_id = fetch_tile(COUNTER, total_tiles)
+                tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+                q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+            else:
+                mbarrier.expect(q_full.index(q_stage), CONSUMERS * slot_bytes(q_smem, PARTS_Q))
+                for wg in gl.static_range(CONSUMERS):
+                    load_slot(
+                        q_desc,
+                        q_offset,
+                        seqlen_q,
+                        gl.maximum(start_m + wg * (BLOCK_M // CONSUMERS), 0),
+                        head_coordinate(head, stride_qh, q_smem),
+                        q_full.index(q_stage),
+                        q_smem,
+                        q_stage * CONSUMERS + wg,
+                        PARTS_Q,
+                    )
+                n_block_max = get_n_block_max(
+                    start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
                 )
-                prev_k_offset = cur_k_offset + 0
-                prev_seqlen_k = cur_seqlen_k + 0
-                prev_start_n = n_block * BLOCK_N
-                prev_v_head = cur_v_head + 0
-                step += 1
+                n_block_min = get_n_block_min(
+                    start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+                )
+                cur_k_offset = k_offset + 0
+                cur_seqlen_k = seqlen_k + 0
+                cur_k_head = head_coordinate(head // qheads_per_khead, stride_kh, k_smem)
+                cur_v_head = head_coordinate(head // qheads_per_khead, stride_vh, v_smem)
+                for n_block in range(n_block_max - 1, n_block_min - 1, -1):
+                    if n_block == n_block_min:
+                        tile_id = fetch_tile(COUNTER, total_tiles)
+                        tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+                        q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+                    stage = step % STAGES
+                    mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                    if _has_values(step, pending, SKIP_EMPTY):
+                        mbarrier.expect(
+                            kv_full.index(stage),
+                            slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V),
+                        )
+                        load_slot(
+                            v_desc,
+                            prev_k_offset,
+                            prev_seqlen_k,
+                            prev_start_n,
+                            prev_v_head,
+                            kv_full.index(stage),
+                            v_smem,
+                            stage,
+                            PARTS_V,
+                        )
+                    else:
+                        mbarrier.expect(kv_full.index(stage), slot_bytes(k_smem, PARTS))
+                    load_slot(
+                        k_desc,
+                        cur_k_offset,
+                        cur_seqlen_k,
+                        n_block * BLOCK_N,
+                        cur_k_head,
+                        kv_full.index(stage),
+                        k_smem,
+                        stage,
+                        PARTS,
+                    )
+                    prev_k_offset = cur_k_offset + 0
+                    prev_seqlen_k = cur_seqlen_k + 0
+                    prev_start_n = n_block * BLOCK_N
+                    prev_v_head = cur_v_head + 0
+                    step += 1
+                    pending = 1
         else:
-            if step > 0:
-                stage = step % STAGES
-                mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(kv_full.index(stage), slot_bytes(v_smem, PARTS_V))
-                load_slot(
+            if _has_values(step, pending, SKIP_EMPTY):
+                _load_last_values(
                     v_desc,
                     prev_k_offset,
                     prev_seqlen_k,
                     prev_start_n,
                     prev_v_head,
-                    kv_full.index(stage),
+                    kv_full,
+                    kv_empty,
                     v_smem,
-                    stage,
+                    step,
                     PARTS_V,
+                    STAGES,
                 )
             mbarrier.arrive(q_full.index(q_stage), count=1)
             pdl_launch_dependents(work_idx)  # an earlier start costs more than it saves
@@ -384,6 +459,55 @@ def forward_step(
 
 
 @gluon.jit
+def _store_output(
+    parts,
+    o_desc,
+    OUT,
+    q_smem,
+    slot,
+    head,
+    q_offset,
+    seqlen_q,
+    wg_start_m,
+    wg_end_m,
+    stride_om,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    PARTS: gl.constexpr,
+    STORE_IN_Q_SMEM: gl.constexpr,
+):
+    """Store the output of a warp group, or start to."""
+    for n in gl.static_range(len(parts)):
+        if STORE_IN_Q_SMEM:
+            as_wide_matrix(
+                q_smem, slot * PARTS + n * (parts[0].shape[1] // BLOCK_DV), parts[n].shape[1]
+            ).store(parts[n].to(OUT.dtype.element_ty))
+        else:
+            store_tile(
+                OUT + q_offset.to(gl.int64) * stride_om + head * HEAD_DIM_V + n * parts[0].shape[1],
+                parts[n],
+                wg_start_m,
+                wg_end_m,
+                stride_om,
+                HEAD_DIM_V - n * parts[0].shape[1],
+                columns_layout(parts[n].shape[1]),
+            )
+    if STORE_IN_Q_SMEM:
+        fence_async_shared()
+        if wg_start_m < wg_end_m:
+            store_slot(
+                o_desc,
+                q_offset,
+                seqlen_q,
+                wg_start_m,
+                head_coordinate(head, HEAD_DIM_V, q_smem),
+                q_smem,
+                slot,
+                PARTS,
+            )
+
+
+@gluon.jit
 def _forward_consumer(
     wg: gl.constexpr,
     smem,
@@ -408,6 +532,7 @@ def _forward_consumer(
     ALIBI: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    SKIP_EMPTY: gl.constexpr,
 ):
     WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -417,139 +542,145 @@ def _forward_consumer(
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     work_idx = 0
     step = 0
+    pending = 0  # whether the slot of the last values is still to be released
     if wg == CONSUMERS - 1:  # the first warp group starts
         ping_pong_arrive(wg, step, CONSUMERS)
     mbarrier.wait(q_full.index(0), 0)
     q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
     while seqlen_q > 0:
         slot = (work_idx % Q_STAGES) * CONSUMERS + wg
-        q = operand_parts(q_smem, slot, PARTS, HEAD_DIM)
-        if Q_IN_REGISTERS:
-            q = load_parts(q, PARTS, LAYOUT_S)
+        start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
+        if SKIP_EMPTY and _is_empty(
+            start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, CAUSAL, WINDOW
+        ):
+            if pending > 0:
+                # The last values, which came without keys, have been multiplied.
+                mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+                step += 1
+            pending = 0
             if not STORE_IN_Q_SMEM:
                 mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
-        start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
-        diagonal_offset = seqlen_k - seqlen_q
-        n_block_max = get_n_block_max(
-            start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
-        )
-        wg_start_m = start_m + wg * WG_M
-        offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
-        diagonal = offs_m + diagonal_offset
-        slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-        if MERGED:
-            first_key, end_key, diagonal = receive_attended(
-                queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+            elif work_idx > 0:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
+            wg_start_m = start_m + wg * WG_M
+            wg_end_m = gl.where(wg_start_m < 0, wg_start_m, seqlen_q)
+            acc = zero_accumulators(WG_M, BLOCK_DV, PARTS_V, HEAD_DIM_V)
+            _store_output(
+                acc,
+                o_desc,
+                OUT,
+                q_smem,
+                slot,
+                head,
+                q_offset,
+                seqlen_q,
+                wg_start_m,
+                wg_end_m,
+                stride_om,
+                HEAD_DIM_V,
+                BLOCK_DV,
+                PARTS,
+                STORE_IN_Q_SMEM,
             )
-        n_block_min = get_n_block_min(
-            start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
-        )
-        # This warp group skips the blocks after its last key; without queries, all blocks but one.
-        wg_end_m = gl.where(wg_start_m < 0, wg_start_m, seqlen_q)
-        wg_n_block_max = n_block_min + 1
-        if wg_start_m < wg_end_m:
-            wg_n_block_max = gl.maximum(
-                get_n_block_max(
-                    wg_start_m, seqlen_q, seqlen_k, window_right, WG_M, BLOCK_N, CAUSAL, WINDOW
-                ),
-                wg_n_block_max,
+            offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
+            lse = gl.full([WG_M], -float("inf"), gl.float32, gl.SliceLayout(1, LAYOUT_S))
+            gl.store(
+                LSE + head.to(gl.int64) * total_q + q_offset + offs_m, lse, mask=offs_m < wg_end_m
             )
-        for _ in range(n_block_max - wg_n_block_max):
-            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
-            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
-            ping_pong_wait(wg, step, CONSUMERS)
-            ping_pong_arrive(wg, step, CONSUMERS)
-            step += 1
-        n_block_max = wg_n_block_max
-        # The last key of each query, and the number of blocks that all queries of this warp group
-        # attend in full. With equal rows (and a BLOCK_N that WG_M divides) it is all but the last.
-        if SAME_OFFSETS:
-            last_key = offs_m
-            full_blocks = n_block_max - 1
         else:
-            last_key, full_blocks = get_key_limits(
-                wg_start_m + diagonal_offset,
-                diagonal,
-                seqlen_k,
-                window_right,
-                n_block_max - 1,
-                BLOCK_N,
-                CAUSAL,
+            q = operand_parts(q_smem, slot, PARTS, HEAD_DIM)
+            if Q_IN_REGISTERS:
+                q = load_parts(q, PARTS, LAYOUT_S)
+                if not STORE_IN_Q_SMEM:
+                    mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
+            diagonal_offset = seqlen_k - seqlen_q
+            n_block_max = get_n_block_max(
+                start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+            )
+            wg_start_m = start_m + wg * WG_M
+            offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
+            diagonal = offs_m + diagonal_offset
+            slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
+            if MERGED:
+                first_key, end_key, diagonal = receive_attended(
+                    queue.index(work_idx % 2), gl.SliceLayout(1, LAYOUT_S)
+                )
+            n_block_min = get_n_block_min(
+                start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+            )
+            # This warp group skips the blocks after its last key; without queries, all blocks but one.
+            wg_end_m = gl.where(wg_start_m < 0, wg_start_m, seqlen_q)
+            wg_n_block_max = n_block_min + 1
+            if wg_start_m < wg_end_m:
+                wg_n_block_max = gl.maximum(
+                    get_n_block_max(
+                        wg_start_m, seqlen_q, seqlen_k, window_right, WG_M, BLOCK_N, CAUSAL, WINDOW
+                    ),
+                    wg_n_block_max,
+                )
+            for _ in range(n_block_max - wg_n_block_max):
+                mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+                mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+                ping_pong_wait(wg, step, CONSUMERS)
+                ping_pong_arrive(wg, step, CONSUMERS)
+                step += 1
+            n_block_max = wg_n_block_max
+            # The last key of each query, and the number of blocks that all queries of this warp group
+            # attend in full. With equal rows (and a BLOCK_N that WG_M divides) it is all but the last.
+            if SAME_OFFSETS:
+                last_key = offs_m
+                full_blocks = n_block_max - 1
+            else:
+                last_key, full_blocks = get_key_limits(
+                    wg_start_m + diagonal_offset,
+                    diagonal,
+                    seqlen_k,
+                    window_right,
+                    n_block_max - 1,
+                    BLOCK_N,
+                    CAUSAL,
+                    WINDOW,
+                )
+            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+            ping_pong_wait(wg, step, CONSUMERS)
+            scores = start_mma_transposed(q, k_smem, step % STAGES, PARTS, LAYOUT_S)
+            ping_pong_arrive(wg, step, CONSUMERS)
+            if STORE_IN_Q_SMEM and work_idx > 0:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            if not MERGED:
+                mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+            scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+            scores, factor = apply_alibi(
+                scores, factor, slope, diagonal - (n_block_max - 1) * BLOCK_N, offs_n, ALIBI
+            )
+            scores = mask_scores(
+                scores,
+                last_key - (n_block_max - 1) * BLOCK_N,
+                diagonal - (n_block_max - 1) * BLOCK_N,
+                window_left,
+                offs_n,
                 WINDOW,
             )
-        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
-        ping_pong_wait(wg, step, CONSUMERS)
-        scores = start_mma_transposed(q, k_smem, step % STAGES, PARTS, LAYOUT_S)
-        ping_pong_arrive(wg, step, CONSUMERS)
-        if STORE_IN_Q_SMEM and work_idx > 0:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        if not MERGED:
-            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
-        scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
-        scores, factor = apply_alibi(
-            scores, factor, slope, diagonal - (n_block_max - 1) * BLOCK_N, offs_n, ALIBI
-        )
-        scores = mask_scores(
-            scores,
-            last_key - (n_block_max - 1) * BLOCK_N,
-            diagonal - (n_block_max - 1) * BLOCK_N,
-            window_left,
-            offs_n,
-            WINDOW,
-        )
-        if MERGED:
-            scores = gl.where(is_between(offs_n, first_key, end_key), scores, -float("inf"))
-        row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
-        p = gl.exp2(scores * factor - row_max[:, None])
-        row_sum = partial_row_sums(p)
-        acc = zero_accumulators(WG_M, BLOCK_DV, PARTS_V, HEAD_DIM_V)
-        if not MERGED:
-            step += 1
-        if MERGED:
-            pass  # the tile has one block of keys, which came together with its values
-        elif WINDOW:
-            # Blocks before `window_mask_end` begin before the first key of some query. One loop
-            # over all blocks takes fewer registers.
-            window_mask_end = gl.cdiv(
-                gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
-            )
-            for n_block in range(n_block_max - 2, n_block_min - 1, -1):
-                acc, p, row_max, row_sum = forward_step(
-                    wg,
-                    q,
-                    k_smem,
-                    v_smem,
-                    kv_full,
-                    kv_empty,
-                    acc,
-                    p,
-                    row_max,
-                    row_sum,
-                    step,
-                    last_key - n_block * BLOCK_N,
-                    diagonal - n_block * BLOCK_N,
-                    window_left,
-                    offs_n,
-                    scale,
-                    softcap,
-                    slope,
-                    (n_block >= full_blocks) | (n_block < window_mask_end),
-                    WINDOW,
-                    SOFTCAP,
-                    ALIBI,
-                    PARTS,
-                    PARTS_V,
-                    STAGES,
-                    LAYOUT_S,
-                    LAYOUT_O,
-                    CONSUMERS,
-                )
+            if MERGED:
+                scores = gl.where(is_between(offs_n, first_key, end_key), scores, -float("inf"))
+            row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
+            p = gl.exp2(scores * factor - row_max[:, None])
+            row_sum = partial_row_sums(p)
+            acc = zero_accumulators(WG_M, BLOCK_DV, PARTS_V, HEAD_DIM_V)
+            if not MERGED:
                 step += 1
-        else:
-            if CAUSAL and not SAME_OFFSETS:
-                for n_block in range(n_block_max - 2, full_blocks - 1, -1):
+            if MERGED:
+                pass  # the tile has one block of keys, which came together with its values
+            elif WINDOW:
+                # Blocks before `window_mask_end` begin before the first key of some query. One loop
+                # over all blocks takes fewer registers.
+                window_mask_end = gl.cdiv(
+                    gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
+                )
+                for n_block in range(n_block_max - 2, n_block_min - 1, -1):
                     acc, p, row_max, row_sum = forward_step(
                         wg,
                         q,
@@ -563,13 +694,13 @@ def _forward_consumer(
                         row_sum,
                         step,
                         last_key - n_block * BLOCK_N,
-                        diagonal,
+                        diagonal - n_block * BLOCK_N,
                         window_left,
                         offs_n,
                         scale,
                         softcap,
                         slope,
-                        True,
+                        (n_block >= full_blocks) | (n_block < window_mask_end),
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -581,91 +712,116 @@ def _forward_consumer(
                         CONSUMERS,
                     )
                     step += 1
-            for _ in range(full_blocks - 1, -1, -1):
-                acc, p, row_max, row_sum = forward_step(
-                    wg,
-                    q,
-                    k_smem,
-                    v_smem,
-                    kv_full,
-                    kv_empty,
-                    acc,
-                    p,
-                    row_max,
-                    row_sum,
-                    step,
-                    last_key,
-                    diagonal,
-                    window_left,
-                    offs_n,
-                    scale,
-                    softcap,
-                    slope,
-                    False,
-                    WINDOW,
-                    SOFTCAP,
-                    ALIBI,
-                    PARTS,
-                    PARTS_V,
-                    STAGES,
-                    LAYOUT_S,
-                    LAYOUT_O,
-                    CONSUMERS,
-                )
-                step += 1
-        if not STORE_IN_Q_SMEM and not Q_IN_REGISTERS:
-            mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
-        p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-        if not MERGED:
-            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
-        acc = start_mma(p_operand, v_smem, step % STAGES, acc, PARTS_V)
-        row_sum_total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
-        no_valid_key = gl.minimum(last_key, seqlen_k - 1) < 0
-        if MERGED:
-            no_valid_key = gl.minimum(last_key, end_key - 1) < first_key
-        lse = gl.where(no_valid_key, -float("inf"), (row_max + gl.log2(row_sum_total)) * LN2)
-        inv_row_sum = gl.where(no_valid_key, 0.0, 1.0 / row_sum_total)
-        acc = wait_mma(0, acc, p_operand)
-        if MERGED:
-            acc = isolate_rows(
-                acc, p_operand, v_smem, step % STAGES, first_key, end_key, offs_n, PARTS_V
-            )
-            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
-            step += 1
-        for n in gl.static_range(len(acc)):
-            # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
-            part = scale_rows(acc[n], inv_row_sum)
-            if STORE_IN_Q_SMEM:
-                as_wide_matrix(
-                    q_smem, slot * PARTS + n * (acc[0].shape[1] // BLOCK_DV), acc[n].shape[1]
-                ).store(part.to(OUT.dtype.element_ty))
             else:
-                store_tile(
-                    OUT
-                    + q_offset.to(gl.int64) * stride_om
-                    + head * HEAD_DIM_V
-                    + n * acc[0].shape[1],
-                    part,
-                    wg_start_m,
-                    wg_end_m,
-                    stride_om,
-                    HEAD_DIM_V - n * acc[0].shape[1],
-                    columns_layout(acc[n].shape[1]),
+                if CAUSAL and not SAME_OFFSETS:
+                    for n_block in range(n_block_max - 2, full_blocks - 1, -1):
+                        acc, p, row_max, row_sum = forward_step(
+                            wg,
+                            q,
+                            k_smem,
+                            v_smem,
+                            kv_full,
+                            kv_empty,
+                            acc,
+                            p,
+                            row_max,
+                            row_sum,
+                            step,
+                            last_key - n_block * BLOCK_N,
+                            diagonal,
+                            window_left,
+                            offs_n,
+                            scale,
+                            softcap,
+                            slope,
+                            True,
+                            WINDOW,
+                            SOFTCAP,
+                            ALIBI,
+                            PARTS,
+                            PARTS_V,
+                            STAGES,
+                            LAYOUT_S,
+                            LAYOUT_O,
+                            CONSUMERS,
+                        )
+                        step += 1
+                for _ in range(full_blocks - 1, -1, -1):
+                    acc, p, row_max, row_sum = forward_step(
+                        wg,
+                        q,
+                        k_smem,
+                        v_smem,
+                        kv_full,
+                        kv_empty,
+                        acc,
+                        p,
+                        row_max,
+                        row_sum,
+                        step,
+                        last_key,
+                        diagonal,
+                        window_left,
+                        offs_n,
+                        scale,
+                        softcap,
+                        slope,
+                        False,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        LAYOUT_S,
+                        LAYOUT_O,
+                        CONSUMERS,
+                    )
+                    step += 1
+            if not STORE_IN_Q_SMEM and not Q_IN_REGISTERS:
+                mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
+            p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+            if not MERGED:
+                mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+            acc = start_mma(p_operand, v_smem, step % STAGES, acc, PARTS_V)
+            row_sum_total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
+            no_valid_key = gl.minimum(last_key, seqlen_k - 1) < 0
+            if MERGED:
+                no_valid_key = gl.minimum(last_key, end_key - 1) < first_key
+            lse = gl.where(no_valid_key, -float("inf"), (row_max + gl.log2(row_sum_total)) * LN2)
+            inv_row_sum = gl.where(no_valid_key, 0.0, 1.0 / row_sum_total)
+            acc = wait_mma(0, acc, p_operand)
+            if MERGED:
+                acc = isolate_rows(
+                    acc, p_operand, v_smem, step % STAGES, first_key, end_key, offs_n, PARTS_V
                 )
-        if STORE_IN_Q_SMEM:
-            fence_async_shared()
-            if wg_start_m < wg_end_m:
-                store_slot(
-                    o_desc,
-                    q_offset,
-                    seqlen_q,
-                    wg_start_m,
-                    head_coordinate(head, HEAD_DIM_V, q_smem),
-                    q_smem,
-                    slot,
-                    PARTS,
-                )
-        gl.store(LSE + head.to(gl.int64) * total_q + q_offset + offs_m, lse, mask=offs_m < wg_end_m)
+                mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+                step += 1
+            scaled = ()
+            for n in gl.static_range(len(acc)):
+                # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
+                scaled += (scale_rows(acc[n], inv_row_sum),)
+            _store_output(
+                scaled,
+                o_desc,
+                OUT,
+                q_smem,
+                slot,
+                head,
+                q_offset,
+                seqlen_q,
+                wg_start_m,
+                wg_end_m,
+                stride_om,
+                HEAD_DIM_V,
+                BLOCK_DV,
+                PARTS,
+                STORE_IN_Q_SMEM,
+            )
+            gl.store(
+                LSE + head.to(gl.int64) * total_q + q_offset + offs_m, lse, mask=offs_m < wg_end_m
+            )
+            pending = 1
         work_idx += 1
         mbarrier.wait(q_full.index(work_idx % Q_STAGES), (work_idx // Q_STAGES) & 1)
         q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(work_idx % 2))
@@ -714,6 +870,7 @@ def attention_forward_sm90_kernel(
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
+    SKIP_EMPTY: gl.constexpr,
 ):
     """Compute OUT (total_q, heads, HEAD_DIM_V) and the natural log-sum-exp LSE (heads, total_q).
 
@@ -725,6 +882,8 @@ def attention_forward_sm90_kernel(
         Queries stay in registers, so the scores read half as much shared memory.
     STORE_IN_Q_SMEM
         The output goes through the shared memory of its queries, which are as wide.
+    SKIP_EMPTY
+        Tiles whose queries attend to no key load nothing, and their output is 0.
 
     `sm90.pipeline` and `scores_sm90` describe the other constants.
     """
@@ -780,6 +939,7 @@ def attention_forward_sm90_kernel(
                         ALIBI,
                         Q_IN_REGISTERS,
                         1,
+                        SKIP_EMPTY,
                     ),
                 ),
                 (_forward_group_producer, (smem, producer_args, PARTS, PARTS_V, STAGES, Q_STAGES)),
@@ -816,6 +976,7 @@ def attention_forward_sm90_kernel(
                         ALIBI,
                         Q_IN_REGISTERS,
                         1,
+                        SKIP_EMPTY,
                     ),
                 ),
                 (
@@ -835,6 +996,7 @@ def attention_forward_sm90_kernel(
                         CAUSAL,
                         WINDOW,
                         1,
+                        SKIP_EMPTY,
                     ),
                 ),
             ],
@@ -870,6 +1032,7 @@ def attention_forward_sm90_kernel(
                         ALIBI,
                         Q_IN_REGISTERS,
                         2,
+                        SKIP_EMPTY,
                     ),
                 ),
                 (
@@ -898,6 +1061,7 @@ def attention_forward_sm90_kernel(
                         ALIBI,
                         Q_IN_REGISTERS,
                         2,
+                        SKIP_EMPTY,
                     ),
                 ),
                 (
@@ -917,6 +1081,7 @@ def attention_forward_sm90_kernel(
                         CAUSAL,
                         WINDOW,
                         2,
+                        SKIP_EMPTY,
                     ),
                 ),
             ],
@@ -952,6 +1117,7 @@ def attention_forward_sm90_kernel(
                         ALIBI,
                         Q_IN_REGISTERS,
                         3,
+                        SKIP_EMPTY,
                     ),
                 ),
                 (
@@ -980,6 +1146,7 @@ def attention_forward_sm90_kernel(
                         ALIBI,
                         Q_IN_REGISTERS,
                         3,
+                        SKIP_EMPTY,
                     ),
                 ),
                 (
@@ -1008,6 +1175,7 @@ def attention_forward_sm90_kernel(
                         ALIBI,
                         Q_IN_REGISTERS,
                         3,
+                        SKIP_EMPTY,
                     ),
                 ),
                 (
@@ -1027,6 +1195,7 @@ def attention_forward_sm90_kernel(
                         CAUSAL,
                         WINDOW,
                         3,
+                        SKIP_EMPTY,
                     ),
                 ),
             ],

@@ -31,6 +31,7 @@ from .tile_configs import (
     LARGE_TILE,
     LONG_SEQLEN,
     MANY_ROWS,
+    MEDIUM_SEQLEN,
     MEDIUM_TILE,
     MERGED_MEAN_SEQLEN,
     SHORT_SEQLEN,
@@ -177,8 +178,11 @@ def _batch_kind(
         return "few tiles"
     if max(spec.window_left, 0) + max(spec.window_right, 0) + 1 < SMALL_WINDOW:
         return "small window"
-    if spec.window_left < UNBOUNDED or not _has_long_rows(layout, total_k):
+    if spec.window_left < UNBOUNDED:
         return "usual"
+    if not _has_long_rows(layout, total_k):
+        is_medium = max_seqlen <= MEDIUM_SEQLEN and 128 < head_dim <= 160
+        return "medium rows" if is_medium else "usual"
     # In causal rows, queries before the first key attend to nothing, so tiles have less work.
     is_aligned = (
         layout.cu_seqlens_q is layout.cu_seqlens_k

@@ -63,9 +63,9 @@ from .tile_scheduler import UNBOUNDED
 _SUM_BLOCK, _CHUNK_SUM_BLOCK = 1024, 2048
 
 
-def _descriptor(layout: HeadLayout) -> Any:
+def _descriptor(layout: HeadLayout, wide_parts: bool = False) -> Any:
     """Return the ragged descriptor of values with this layout, in parts of a head."""
-    return ragged(*layout, *head_parts(layout.head_dim))
+    return ragged(*layout, *head_parts(layout.head_dim, wide_parts))
 
 
 def _initial_registers(ctas_per_sm: int, consumers: int) -> int:
@@ -115,7 +115,10 @@ class Sm90Config(LaunchConfig):
         self.forward_heads_in_l2 = count_heads_in_l2(
             self.heads, 4 if width >= 128 else 8, self.group
         )
-        m, n, stages, own_stages, ctas_per_sm, _, q_in_registers = self.tiles.forward
+        m, n, stages, own_stages, ctas_per_sm, _, q_in_registers, wide = self.tiles.forward
+        self.forward_descriptors = tuple(_descriptor(x, wide) for x in layouts)
+        forward_parts = head_parts(self.q.head_dim, wide)[1]
+        forward_block_dv, forward_parts_v = head_parts(self.v.head_dim, wide)
         q_in_registers = (
             q_in_registers
             and not (softcap or alibi)
@@ -131,7 +134,10 @@ class Sm90Config(LaunchConfig):
                 BLOCK_M=m,
                 BLOCK_N=n,
                 HEAD_DIM=self.q.head_dim,
-                **values,
+                HEAD_DIM_V=self.v.head_dim,
+                BLOCK_DV=forward_block_dv,
+                PARTS=forward_parts,
+                PARTS_V=forward_parts_v,
                 STAGES=stages,
                 Q_STAGES=own_stages,
                 STORE_IN_Q_SMEM=self.stores_by_tma,
@@ -140,6 +146,7 @@ class Sm90Config(LaunchConfig):
                 MERGED=rows.merged,
                 **features,
                 Q_IN_REGISTERS=q_in_registers,
+                SKIP_EMPTY=self._skips_empty_tiles(causal, same_offsets, batch_kind, width),
             ),
             dict(num_warps=4, maxnreg=_initial_registers(ctas_per_sm, m // 64)),
             (64, n, n, 64),
@@ -147,7 +154,7 @@ class Sm90Config(LaunchConfig):
             unwritten=("OUT",) if self.stores_by_tma else ("o_desc",),
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
-        m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dq
+        m, n, stages, own_stages, ctas_per_sm, ping_pong, *_ = self.tiles.dq
         self.dq_launches = {
             (x, chunks): Launch(
                 dq_sm90.attention_dq_sm90_kernel,
@@ -174,7 +181,7 @@ class Sm90Config(LaunchConfig):
             for x in (False, True)
             for chunks in (False, True)
         }
-        m, n, stages, own_stages, ctas_per_sm, ping_pong, _ = self.tiles.dkdv
+        m, n, stages, own_stages, ctas_per_sm, ping_pong, *_ = self.tiles.dkdv
         # Parts of keys and values in registers: in the launch of dK or of both, in the launch of dV.
         count = int(width == 64 and causal and not rows.merged)
         kv_in_registers = [(count, count)] * 2
@@ -237,6 +244,21 @@ class Sm90Config(LaunchConfig):
                 (self.tiles.dkdv.block_n, self.q.head_dim, self.v.head_dim),
             )
         ]
+
+    def _skips_empty_tiles(
+        self, causal: bool, same_offsets: bool, batch_kind: BatchKind, width: int
+    ) -> bool:
+        """Return whether the forward skips tiles whose queries precede the first key of their row.
+
+        In long rows of heads of one part, the other tiles lose as much time as these tiles save.
+        """
+        is_long = batch_kind in ("long rows", "two long rows")
+        return (
+            causal
+            and not same_offsets
+            and not self.rows.merged
+            and not (is_long and width in (64, 128))
+        )
 
     def _count_splits(
         self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
@@ -321,7 +343,7 @@ class Sm90Config(LaunchConfig):
 
     def _forward(self, layout, total_q, total_k, spec):
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
-        q_desc, k_desc, v_desc = self.descriptors
+        q_desc, k_desc, v_desc = self.forward_descriptors
         tile = self.tiles.forward
         tiles, ctas = self._query_tiles(layout, total_q, tile.block_m, spec, tile.ctas_per_sm)
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
@@ -341,7 +363,7 @@ class Sm90Config(LaunchConfig):
             q_desc=("q", q_desc),
             k_desc=("k", k_desc),
             v_desc=("v", v_desc),
-            o_desc=(described, _descriptor(out_layout)),
+            o_desc=(described, _descriptor(out_layout, tile.wide_parts)),
             SLOPES=self.slopes,
             OUT=written,
             LSE="lse",

@@ -31,7 +31,8 @@ class Sm90Tile(NamedTuple):
     `own_stages` are the stages of the side that the tile cuts: the queries in forward and dq, the
     keys in dkdv. `ctas_per_sm` is the number of CTAs that share an SM. `ping_pong` makes the warp
     groups of dq or dkdv start their products one after another, as in every forward. With
-    `queries_in_registers`, the forward holds its queries there, see `has_registers_for_queries`.
+    `queries_in_registers`, the forward holds its queries there, see `has_registers_for_queries`. With
+    `wide_parts`, the forward loads heads in parts of 64 numbers instead of 32, see `head_parts`.
     """
 
     block_m: int
@@ -41,6 +42,7 @@ class Sm90Tile(NamedTuple):
     ctas_per_sm: int = 1
     ping_pong: bool = False
     queries_in_registers: bool = False
+    wide_parts: bool = False
 
 
 class Sm90Tiles(NamedTuple):
@@ -66,7 +68,7 @@ SM90_TILES = {
     (2, 32): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
     (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2, 1, True)),
     (2, 96): _sm90(
-        (192, 64, 4, 2, 1, False, True), (192, 64, 3, 1, 1, True), (64, 128, 3, 2, 1, True)
+        (192, 64, 3, 2, 1, False, True, True), (192, 64, 3, 1, 1, True), (64, 128, 3, 2, 1, True)
     ),
     (2, 128): _sm90((192, 64, 3, 2, 1), (128, 64, 3, 2), (64, 128, 3, 1)),
     (2, 160): _sm90((128, 128, 2, 1, 1), (128, 64, 2, 1), (32, 128, 4, 1)),
@@ -87,6 +89,7 @@ BatchKind = Literal[
     "few large tiles",
     "short rows",
     "small window",
+    "medium rows",
     "long rows",
     "two long rows",
 ]
@@ -109,6 +112,9 @@ SHORTEST_SEQLEN, SHORTEST_MEAN_SEQLEN = 192, 128
 #: the longest row of queries may attend to few keys, and another row of few queries to most keys: a tile
 #: of that row would then take longer than the work per SM.
 LONG_SEQLEN = 4096
+#: A batch has medium rows if no row is known to be longer, and its heads have 129 to 160 numbers. Then tiles
+#: of 128 x 64 in wide parts take less time than 128 x 128.
+MEDIUM_SEQLEN = 2048
 #: A batch has a small window if a query attends to fewer keys. A tile of 128 x 128 or 192 x 64 processes about
 #: 256 keys more than that, and a tile of 64 x 64 128 keys more, assumed to take up to 1.25 times as long per key.
 SMALL_WINDOW = 384
@@ -133,7 +139,9 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
             forward=Sm90Tile(128, 64, 3, 2), dq=Sm90Tile(128, 64, 3, 2)
         ),
         "few large tiles": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
-        "short rows": SM90_TILES[2, 96]._replace(dq=Sm90Tile(128, 64, 3, 2)),
+        "short rows": SM90_TILES[2, 96]._replace(
+            forward=Sm90Tile(64, 64, 2, 2, 2, wide_parts=True), dq=Sm90Tile(128, 64, 3, 2)
+        ),
         "small window": SM90_TILES[2, 96]._replace(forward=Sm90Tile(64, 64, 3, 2, 2)),
     },
     SM90_TILES[2, 128]: {
@@ -147,6 +155,27 @@ SM90_BATCH_TILES: dict[Sm90Tiles, dict[BatchKind, Sm90Tiles]] = {
         "few tiles": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
         "short rows": SM90_TILES[2, 160]._replace(forward=Sm90Tile(128, 64, 2, 2)),
         "small window": SM90_TILES[2, 160]._replace(forward=Sm90Tile(64, 64, 2, 1, 2)),
+        "medium rows": SM90_TILES[2, 160]._replace(
+            forward=Sm90Tile(128, 64, 3, 1, 1, False, True, True)
+        ),
+    },
+    SM90_TILES[2, 192]: {
+        "long rows": SM90_TILES[2, 192]._replace(forward=Sm90Tile(128, 64, 2, 2, 1, False, True))
+    },
+}
+#: By padded head_dim -> kind of batch -> the forward tile of heads whose bytes are no multiple of 32, where it
+#: differs; "usual" is for kinds without an entry. TMA loads narrow parts of such heads slowly. Measured on an
+#: H200.
+SM90_UNALIGNED_FORWARD: dict[int, dict[BatchKind, Sm90Tile]] = {
+    96: {
+        "few tiles": Sm90Tile(128, 64, 3, 2, wide_parts=True),
+        "few medium tiles": Sm90Tile(128, 64, 3, 2, wide_parts=True),
+    },
+    160: {
+        "usual": Sm90Tile(128, 64, 3, 1, 1, False, True, True),
+        "few tiles": Sm90Tile(128, 64, 2, 2, wide_parts=True),
+        "short rows": Sm90Tile(128, 64, 2, 2, wide_parts=True),
+        "small window": Sm90Tile(64, 64, 2, 1, 2),
     },
 }
 
@@ -192,17 +221,18 @@ def weight_rows(rows: float, head_dim: int, max_seqlen: int) -> float:
     return 3 * rows if head_dim <= 128 or max_seqlen >= _MERGED_MAX_SEQLEN else 7.5 * rows
 
 
-def head_parts(head_dim: int) -> tuple[int, int]:
+def head_parts(head_dim: int, wide: bool = False) -> tuple[int, int]:
     """Return the width of a head's parts in shared memory and their number.
 
-    TMA fills the last part with zeros. Narrow parts waste fewer products on zeros.
+    TMA fills the last part with zeros. Narrow parts take less shared memory. Wide parts of the same heads
+    take fewer loads, with a last part that products read only to the end of the head.
     """
     if 64 < head_dim <= 96:
-        return 32, 3
+        return (64, 2) if wide else (32, 3)
     if head_dim <= 128:
         return triton.next_power_of_2(head_dim), 1
     if head_dim <= 160:
-        return 32, 5
+        return (64, 3) if wide else (32, 5)
     return (64, 3) if head_dim <= 192 else (128, 2)
 
 
@@ -229,7 +259,13 @@ def sm90_tiles(
         batch_kind = "long rows"
     if batch_kind in ("few medium tiles", "few large tiles") and batch_kind not in kinds:
         batch_kind = "few tiles"
-    return kinds.get(batch_kind, tiles)
+    tiles = kinds.get(batch_kind, tiles)
+    if head_dim % 16 or head_dim_v % 16:
+        unaligned = SM90_UNALIGNED_FORWARD.get(max(width, width_v), {})
+        tiles = tiles._replace(
+            forward=unaligned.get(batch_kind, unaligned.get("usual", tiles.forward))
+        )
+    return tiles
 
 
 def _product_columns(head_dim: int) -> int:

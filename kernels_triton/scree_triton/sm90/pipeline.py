@@ -14,9 +14,9 @@ A head is read as PARTS parts of BLOCK_D numbers:
 HEAD_DIM   parts
 ========== ========================
 up to 64   one of 32 or 64
-65 to 96   three of 32
+65 to 96   three of 32, or two of 64
 97 to 128  one of 128
-129 to 160 five of 32
+129 to 160 five of 32, or three of 64
 161 to 192 three of 64
 193 to 256 two of 128
 ========== ========================
@@ -164,15 +164,20 @@ def slot_parts(ring, slot, PARTS: gl.constexpr):
 
 
 # --- Warp-group products
-# Parts of 32 columns are adjacent panels of one matrix in shared memory. So one product can produce
-# several parts, in less time than products of 32 columns each. The last part has a product of its own,
-# because the number of columns of a product is a power of two.
+# Parts of 32 or 64 columns are adjacent panels of one matrix in shared memory. So one product can produce
+# several parts, in less time than products of one part each. The last part has a product of its own,
+# because the number of columns of a product is a power of two. This product ends with the head.
 @gluon.constexpr_function
 def product_widths(block, parts, dim):
     """Return the columns of each product that produces `dim` columns in parts of `block`."""
-    if block != 32 or parts < 2:
+    if parts < 2 or block > 64:
         return [block] * parts
-    return [block * (parts - 1), 16 if dim <= block * parts - 16 else block]
+    before = block * (parts - 1)
+    last = next(x for x in (16, 32, 64) if x >= min(dim - before, block))
+    # A last part of 64 columns that is needed in full gains little from a product for the others.
+    if before not in (64, 128) or last == 64:
+        return [block] * parts
+    return [before, last]
 
 
 @gluon.constexpr_function
