@@ -321,6 +321,41 @@ def test_select_config_on_hopper_returns_documented_kernels(
     assert type(config).__name__ == expected
 
 
+@pytest.mark.parametrize(
+    "lengths, others, heads, max_seqlen, cuts_queries, cuts_keys",
+    [
+        ((300,) * 200, None, (8, 8), 300, False, False),
+        ((5000, *(30,) * 20), None, (1, 1), 5000, True, True),
+        ((5000, *(30,) * 20), None, (1, 1), UNBOUNDED, False, False),
+        ((8000, *(200,) * 40), (*(200,) * 40, 8000), (4, 2), 8000, True, True),
+        ((4000, *(5,) * 900), None, (10, 1), 4000, False, True),
+        ((0, 0), None, (1, 1), 10, False, False),
+    ],
+)
+def test_sm90_config_cuts_tiles_of_uneven_rows(
+    lengths, others, heads, max_seqlen, cuts_queries, cuts_keys, monkeypatch
+):
+    """Tiles are cut where the longest tile takes longer than the mean work, if the longest row is known."""
+    hopper = Device("nvidia", (9, 0), 132, 232448, 50 << 20, (3, 6))
+    for module in (launch_configs, portable_config, sm90_configs):
+        monkeypatch.setattr(module, "device_info", lambda device: hopper)
+    layouts = tuple(HeadLayout(x, 128, x * 128, 128) for x in (heads[0], heads[1], heads[1]))
+    is_mixed = len(lengths) > 100 and lengths[1] < 64
+    config = launch_configs.select_config(
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        layouts,
+        **{**CAUSAL, "causal": False, "many_short_rows": is_mixed},
+    )
+    config = config.other if is_mixed else config
+    cu = offsets(lengths, DEVICE)
+    layout = VarlenLayout(cu, cu if others is None else offsets(others, DEVICE), None, max_seqlen)
+    spec = AttentionSpec(UNBOUNDED, UNBOUNDED, 1.0, 0.0)
+    totals = sum(lengths), sum(others or lengths)
+    queries, keys = config._chunk_specs(layout, *totals, spec, 1)
+    assert (queries is not None, keys is not None) == (cuts_queries, cuts_keys)
+
+
 GROUPS = {
     "portable.attention_forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers DropoutNumbers",
     "portable.attention_dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers DropoutNumbers",
