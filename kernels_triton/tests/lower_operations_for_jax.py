@@ -28,9 +28,9 @@ KERNELS = {
     "softmax": ["segment_wide_partition_kernel"] * 2,
     "sum of scalars": ["segment_partition_kernel"] * 2,
     "max": ["segment_wide_partition_kernel"] * 2,
-    "softmax, a row cut into parts": [
-        "segment_partition_kernel", "segment_partition_starts_kernel", "segment_part_kernel",
-    ] + ["segment_partition_kernel", "segment_part_kernel"],
+    "sum of scalars, many rows": ["segment_partition_kernel"] * 2,
+    "softmax, a row that one CTA processes alone": ["segment_partition_kernel"] * 2,
+    "softmax, a row cut into parts": ["segment_rows_kernel"] * 2,
     "product of groups": [
         "grouped_product_sm90_kernel", "grouped_product_sm90_kernel", "grouped_weight_sm90_kernel",
     ],

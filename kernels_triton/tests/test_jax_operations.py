@@ -22,6 +22,7 @@ import scree_triton.jax
 from scree_triton.jax import attention, linear_cross_entropy, operations, primitive
 from scree_triton.runtime.device import Device, describe_meta
 from scree_triton.runtime.launch import INTERPRETED
+from scree_triton.segments import interface
 
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
 LENGTHS = [40, 0, 130, 7]
@@ -166,8 +167,12 @@ CASES = {
         lambda x, w: xp(x).matmul(x, w).values, torch.matmul, (32,), ((4, 32, 16),),
         others_per_row=True,
     ),
-    "softmax, a row cut into parts": Case(
+    "softmax, a row that one CTA processes alone": Case(
         lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0), (), lengths=[17, 9000]
+    ),
+    "softmax, a row cut into parts": Case(
+        lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0), (),
+        lengths=[3] * 300 + [40_000, 0, 17],
     ),
     "sum, a row cut into parts": Case(
         lambda x: xp(x).sum(x, axis=1), reduction("sum"), (4,), lengths=[3, 9000], per_row=True
@@ -243,45 +248,97 @@ def compare(actual, expected, tolerance):
     np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=tolerance * scale)
 
 
+@pytest.mark.parametrize("sampled_rows", [2, 16, 256])
+@pytest.mark.parametrize("longest", [40, 33_000])
+def test_rows_of_scalars_are_found_in_several_rounds(sampled_rows, longest, monkeypatch):
+    monkeypatch.setattr(interface, "_SAMPLED_ROWS", sampled_rows)
+    random = np.random.default_rng(sampled_rows)
+    # The launch configs of this number of rows are not cached with another number of sampled rows.
+    lengths = random.integers(0, 9, 600 + sampled_rows)
+    lengths[random.integers(0, len(lengths), 50)] = 0
+    lengths[[70, 400]] = 40, longest
+    x = random.standard_normal(lengths.sum() + TAIL)
+    ends = np.cumsum(lengths)
+    rows = np.split(x, ends)[:-1]
+    sums = np.array([row.sum() for row in rows])
+    weights = np.concatenate([np.exp(row) / np.exp(row).sum() for row in rows] + [np.zeros(TAIL)])
+
+    @jax.jit
+    def run(x, offsets):
+        rows = scree.Array(x, offsets, max_length=longest)
+        return xp(rows).sum(rows, axis=1), scree.softmax(rows, kernel="triton_jax").values
+
+    actual = run(jnp.asarray(x, jnp.float32), offsets_of(lengths))
+    compare(actual[0], sums, 2e-5)
+    compare(actual[1], weights, 2e-5)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 300, [0, 2, 1] * 200, [3, 500] * 130, [9000, 1] * 40])
+def test_sums_of_integers_are_exact(lengths):
+    x = np.random.default_rng(0).integers(-(1 << 20), 1 << 20, sum(lengths) + TAIL, dtype=np.int32)
+    expected = [row.sum() for row in np.split(x, np.cumsum(lengths))[:-1]]
+
+    @jax.jit
+    def run(x, offsets):
+        rows = scree.Array(x, offsets)
+        return xp(rows).sum(rows, axis=1), xp(rows).cumulative_sum(rows, axis=1).values
+
+    sums, cumulative = run(jnp.asarray(x), offsets_of(lengths))
+    np.testing.assert_array_equal(sums, expected)
+    ends = np.cumsum(lengths)[np.asarray(lengths) > 0] - 1
+    np.testing.assert_array_equal(cumulative[ends], np.asarray(expected)[np.asarray(lengths) > 0])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    ("parts", "classes", "dtype"),
-    [(1, 24, jnp.float32), (3, 21, jnp.float32), (3, 24, jnp.float16), (3, 21, jnp.float16)],
+    ("parts", "classes", "many", "dtype"),
+    [
+        (1, 24, 1024, jnp.float32),
+        (3, 21, 1024, jnp.float32),
+        (3, 24, 1024, jnp.float16),
+        (3, 21, 1024, jnp.float16),
+        (3, 21, 21, jnp.float16),
+    ],
 )
 def test_linear_cross_entropy_matches_a_loop_over_tokens(
-    reduction, parts, classes, dtype, monkeypatch
+    reduction, has_bias, parts, classes, many, dtype, monkeypatch
 ):
+    monkeypatch.setattr(linear_cross_entropy, "MANY_CLASSES", many)
     monkeypatch.setattr(linear_cross_entropy, "MIN_TOKENS", 8)
     monkeypatch.setattr(linear_cross_entropy, "MAX_PARTS", parts)
     case = CASES["linear_cross_entropy"]
     arrays, total = arrays_of(case), sum(case.lengths)
     arrays[0][total:] = np.nan
     arrays[1] = arrays[1][:classes]
+    if has_bias:
+        arrays.append(np.random.default_rng(3).standard_normal(classes))
     arrays = [np.asarray(a, dtype).astype(np.float32) for a in arrays]
-    x, w = (torch.tensor(a, requires_grad=True) for a in arrays)
+    x, w, *bias = leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
     labels = np.random.default_rng(2).integers(0, classes, total + TAIL)
     labels[5:9] = -100
     target = torch.tensor(labels[:total])
-    loss = torch.nn.functional.cross_entropy(x[:total] @ w.T, target, reduction=reduction)
-    grads = torch.autograd.grad(2 * loss, (x, w))
+    logits = torch.nn.functional.linear(x[:total], w, *bias)
+    loss = torch.nn.functional.cross_entropy(logits, target, reduction=reduction)
+    grads = torch.autograd.grad(2 * loss, leaves)
 
     @jax.jit
     def run(offsets, targets, *inputs):
-        def twice(x, w):
+        def twice(x, w, bias=None):
             rows = scree.Array(x, offsets, max_length=max(case.lengths))
-            options = dict(reduction=reduction, kernel="triton_jax")
+            options = dict(bias=bias, reduction=reduction, kernel="triton_jax")
             return 2 * scree.linear_cross_entropy(rows, w, rows.with_values(targets), **options)
 
-        return twice(*inputs), jax.grad(twice, (0, 1))(*inputs)
+        return twice(*inputs), jax.grad(twice, (*range(len(inputs)),))(*inputs)
 
     inputs = [jnp.asarray(a, dtype) for a in arrays]
     arguments = offsets_of(case.lengths), jnp.asarray(labels, jnp.int32), *inputs
     assert "scree_kernels_gradient" in str(run.trace(*arguments).jaxpr)
-    value, (dx, dw) = run(*arguments)
+    value, actual_grads = run(*arguments)
     tolerance = 2e-3 if dtype == jnp.float16 else 2e-5
     compare(value, np.asarray(2 * loss.item()), tolerance / 10)
-    compare(dx, grads[0].numpy(), tolerance)
-    compare(dw, grads[1].numpy(), tolerance)
+    for actual, exact in zip(actual_grads, grads, strict=True):
+        compare(actual, exact.numpy(), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -365,10 +422,19 @@ def attend_to_pages(q, pages, table, q_lengths, kv_lengths):
     return np.concatenate(out)
 
 
+def check_tail(out, lse):
+    """Compare the tail of the results of attention with 0 and -inf."""
+    assert out.shape[0] == TAIL
+    np.testing.assert_array_equal(out, np.zeros(out.shape))
+    if lse is not None:
+        np.testing.assert_array_equal(lse, np.full(out.shape[:2], -np.inf))
+
+
 @pytest.mark.parametrize("q_lengths", [[1, 1, 1], [1, 40, 2]], ids=["decode", "prefill too"])
 def test_paged_attention_matches_a_loop_over_rows(q_lengths):
-    kv_lengths = [9, 41, 2]
+    kv_lengths, total = [9, 41, 2], sum(q_lengths)
     q, pages, table, lengths = cache_problem(q_lengths, kv_lengths)
+    padded_q = np.concatenate([q, np.full((TAIL, *q.shape[1:]), np.nan)])
 
     @jax.jit
     def run(q, k_pages, v_pages, table, offsets, lengths):
@@ -377,12 +443,13 @@ def test_paged_attention_matches_a_loop_over_rows(q_lengths):
             rows, k_pages, v_pages, table, lengths, return_lse=True, kernel="triton_jax"
         )
         assert lse.values.shape == q.shape[:2]
-        return out.values
+        return out.values, lse.values
 
-    floats = (jnp.asarray(x, jnp.float32) for x in (q, *pages))
+    floats = (jnp.asarray(x, jnp.float32) for x in (padded_q, *pages))
     integers = (jnp.asarray(x, jnp.int32) for x in (table, np.cumsum([0, *q_lengths]), lengths))
-    actual = run(*floats, *integers)
-    compare(actual, attend_to_pages(q, pages, table, q_lengths, kv_lengths), 2e-5)
+    actual, lse = run(*floats, *integers)
+    compare(actual[:total], attend_to_pages(q, pages, table, q_lengths, kv_lengths), 2e-5)
+    check_tail(actual[total:], lse[total:])
 
 
 def attend_to_rows(q, k, v, q_lengths, k_lengths):
@@ -418,12 +485,17 @@ def test_attention_of_few_queries_decodes_unless_it_is_differentiated():
     def loss(*inputs):
         return sum(jnp.sum(jnp.sin(x)) for x in attend(True, *inputs))
 
-    inputs = [jnp.asarray(x, jnp.float32) for x in arrays]
+    inputs, total = [jnp.asarray(x, jnp.float32) for x in arrays], sum(q_lengths)
+    tail = jnp.full((TAIL, 4, 16), jnp.nan)
+    padded_inputs = jnp.concatenate([inputs[0], tail]), *inputs[1:]
     for return_lse in (True, False):
         run = jax.jit(partial(attend, return_lse))
         assert "max_queries=2" in str(run.trace(*inputs).jaxpr)
-        for x, exact in zip(run(*inputs), (out, lse)):
-            compare(x, exact.detach().numpy(), 2e-5)
+        for arguments in (inputs, padded_inputs):
+            actual = run(*arguments)
+            for x, exact in zip(actual, (out, lse)):
+                compare(x[:total], exact.detach().numpy(), 2e-5)
+        check_tail(*(x[total:] for x in actual), *([] if return_lse else [None]))
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
     assert "max_queries=0" in str(gradient.trace(*inputs).jaxpr)
     for x, exact in zip(gradient(*inputs), grads, strict=True):

@@ -168,6 +168,7 @@ class CombineArgs:
     n: Number
     window_left: Number
     capacity: Number
+    num_tokens: Number
 
 
 @launch_args
@@ -298,6 +299,9 @@ class _Shape(NamedTuple):
     has_many_rows: bool
     has_one_row: bool
     """Whether one query attends to one row of pages."""
+    clears_tail: bool
+    """Whether the tail of the results is cleared: where launches are recorded, except for one row and
+    one token, which is in the tail only if the row is empty."""
 
 
 class _LaunchConfig:
@@ -406,6 +410,7 @@ class _LaunchConfig:
                 TILE=tile,
                 PARTS=parts,
                 PDL=device.supports_pdl,
+                CLEAR_TAIL=shape.clears_tail,
             ),
             # For one row of 1,024 keys two warps are 2% faster than four; other rows were timed with four.
             dict(num_warps=2 if shape.has_one_row else 4, launch_pdl=device.supports_pdl),
@@ -599,6 +604,7 @@ class _LaunchConfig:
             n=n,
             window_left=spec.left,
             capacity=capacity,
+            num_tokens=total,
             **combined,
         )
         is_sm90, is_ragged = self.sm90_tile is not None, page_offsets is not None
@@ -732,6 +738,7 @@ def _select(
         next((rows for rows in _ROWS_AT_A_TIME if rows >= n), _ROWS_AT_A_TIME[-1]),
         n > _ROWS_AT_A_TIME[-1],
         n == max_length == 1 and page_size > 0 and not spec.split_size,
+        q.is_meta and not n == q.shape[0] == 1,
     )
     return _launch_config(shape, spec, allows_tf32(q.dtype))
 

@@ -41,6 +41,7 @@ UNSPECIALIZED = (
     "value_scale",
     "table_width",
     "capacity",
+    "num_tokens",
 )
 
 
@@ -774,6 +775,15 @@ def decode_kernel(
             row += 1
 
 
+@triton.jit
+def _clear_tail(X, begin, num_tokens, WIDTH: tl.constexpr, VALUE: tl.constexpr):
+    """Write VALUE to the elements of X (num_tokens, WIDTH) from `begin` on, by all CTAs."""
+    end = tl.cast(num_tokens, tl.int64) * WIDTH
+    for start in range(begin + tl.program_id(0) * 512, end, tl.num_programs(0) * 512):
+        elements = start + tl.arange(0, 512)
+        tl.store(X + elements, tl.full([512], VALUE, X.dtype.element_ty), mask=elements < end)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_kernel(
     PAGE_OFFSETS,
@@ -785,6 +795,7 @@ def combine_kernel(
     n,
     window_left,
     capacity,
+    num_tokens,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -804,12 +815,17 @@ def combine_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
+    CLEAR_TAIL: tl.constexpr,
 ):
     """Combine the parts of the rows that `decode_kernel` cut.
 
     A CTA computes one of TILES parts of TILE queries of a key head: with BY_ROW of any row, else of
     the row whose first part is the last part of a slot.
+
+    With CLEAR_TAIL the tokens from Q_OFFSETS[n] to `num_tokens` become 0 in OUT, and -inf in LSE.
     """
+    # Requested together with the lengths, because the kernel waits for these anyway.
+    tail = tl.load(Q_OFFSETS + n).to(tl.int64) if CLEAR_TAIL else 0
     query_row = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     head = tl.program_id(0) // TILES % KV_HEADS
     row = tl.program_id(0) // (TILES * KV_HEADS)
@@ -922,6 +938,16 @@ def combine_kernel(
         if WRITE_LSE:
             lse = tl.where(weight > 0, (top + tl.log2(divisor)) * LN2, -float("inf"))
             tl.store(LSE + index, lse, mask=is_row)
+    if CLEAR_TAIL:
+        _clear_tail(
+            OUT,
+            tail * (KV_HEADS * GROUP * HEAD_DIM_V),
+            num_tokens,
+            KV_HEADS * GROUP * HEAD_DIM_V,
+            0.0,
+        )
+        if WRITE_LSE:
+            _clear_tail(LSE, tail * (KV_HEADS * GROUP), num_tokens, KV_HEADS * GROUP, -float("inf"))
 
 
 @triton.jit

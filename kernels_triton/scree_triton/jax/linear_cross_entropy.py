@@ -25,6 +25,10 @@ MAX_PARTS = 12
 MAX_LOGITS = 1 << 28
 #: Products with other sizes are slower. XLA pads their operands and slices their results.
 ALIGNED_SIZE = 8
+#: Products with many classes are faster if their number is a multiple of this, not only of 8.
+ALIGNED_CLASSES = 64
+#: Fewer classes are padded to a multiple of 8 only: more padding could take longer than it saves.
+MANY_CLASSES = 1024
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -39,13 +43,13 @@ class Static(NamedTuple):
 
 def rejects(call: LinearCrossEntropyCall) -> str | None:
     """Return why the loop cannot serve `call`, from host metadata only; None if it can."""
-    arrays = call.values, call.weight, call.labels
+    arrays = call.values, *call.parameters, call.labels
     if reason := rejects_arrays(*arrays) or rejects_partitioning(*arrays):
         return reason
-    if call.has_options or call.bias is not None or call.reduction not in ("mean", "sum"):
+    if call.has_options or call.reduction not in ("mean", "sum"):
         return (
-            "the gradients in the forward pass need a mean or sum over all tokens, without bias and "
-            "without options of the loss"
+            "the gradients in the forward pass need a mean or sum over all tokens, without options of "
+            "the loss"
         )
     if str(call.values.dtype) not in DTYPES:
         return (
@@ -67,7 +71,8 @@ def linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
     # Tokens that do not count may hold anything.
     x = jnp.where(counted[:, None], call.values, 0)
     static = Static(_part_size(call), classes, call.ignore_index)
-    loss = _sum_of_losses(static, *vary_alike([x, call.weight, targets]))
+    x, targets, weight, *biases = vary_alike([x, targets, *call.parameters])
+    loss = _sum_of_losses(static, x, weight, biases[0] if biases else None, targets)
     if call.reduction == "sum":
         return loss
     return safe_divide(jnp, loss, jnp.sum(counted, dtype=jnp.int32).astype(loss.dtype))
@@ -76,7 +81,9 @@ def linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
 def _aligned_classes(weight: Any) -> int:
     """Return the classes of the products, with the padding of 16-bit dtypes."""
     classes = weight.shape[0]
-    return classes + -classes % ALIGNED_SIZE if weight.dtype.itemsize == 2 else classes
+    if weight.dtype.itemsize != 2:
+        return classes  # type: ignore[no-any-return]
+    return classes + -classes % (ALIGNED_CLASSES if classes >= MANY_CLASSES else ALIGNED_SIZE)
 
 
 def _part_size(call: LinearCrossEntropyCall) -> int:
@@ -102,17 +109,22 @@ def _split(static: Static, x: Any, targets: Any) -> tuple[Any, Any]:
     return x.reshape(-1, size, x.shape[1]), targets.reshape(-1, size)
 
 
-def _pad_classes(weight: Any) -> Any:
-    """Return the weight with an aligned number of classes; their padding has a weight of 0."""
-    return jnp.pad(weight, ((0, _aligned_classes(weight) - weight.shape[0]), (0, 0)))
+def _pad_classes(weight: Any, bias: Any) -> tuple[Any, Any]:
+    """Return weight and bias with an aligned number of classes; their padding is 0."""
+    padding = _aligned_classes(weight) - weight.shape[0]
+    weight = jnp.pad(weight, ((0, padding), (0, 0)))
+    return weight, None if bias is None else jnp.pad(bias, (0, padding))
 
 
-def _loss_of_part(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, Any]:
+def _loss_of_part(static: Static, x: Any, weight: Any, bias: Any, targets: Any) -> tuple[Any, Any]:
     """Return the sum of the losses, and a function that returns the gradient of the logits.
 
     The classes of the padding have logits of -inf and a gradient of 0.
     """
     logits = x @ weight.T
+    if bias is not None:
+        # XLA adds the bias within the product.
+        logits = logits + bias
     if padding := weight.shape[0] - static.classes:
         # XLA writes only the padding. A slice of the logits would be a copy, and so would its gradient.
         no_logits = jnp.full((x.shape[0], padding), -jnp.inf, logits.dtype)
@@ -128,37 +140,49 @@ def _loss_of_part(static: Static, x: Any, weight: Any, targets: Any) -> tuple[An
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_losses(static: Static, x: Any, weight: Any, targets: Any) -> Any:
-    weight = _pad_classes(weight)
+def _sum_of_losses(static: Static, x: Any, weight: Any, bias: Any, targets: Any) -> Any:
+    weight, bias = _pad_classes(weight, bias)
     losses = jax.lax.map(
-        lambda part: _loss_of_part(static, part[0], weight, part[1])[0], _split(static, x, targets)
+        lambda part: _loss_of_part(static, part[0], weight, bias, part[1])[0],
+        _split(static, x, targets),
     )
     return jnp.sum(losses)
 
 
-def _forward(static: Static, x: Any, weight: Any, targets: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-    def run_part(weight_grad: Any, part: Any) -> tuple[Any, tuple[Any, Any]]:
-        tokens, labels = part
-        loss, gradient = _loss_of_part(static, tokens, weight, labels)
-        slope = gradient()
-        product = jnp.matmul(slope.T, tokens, preferred_element_type=jnp.float32)
-        return weight_grad + product, (loss, slope @ weight)
+def _forward(
+    static: Static, x: Any, weight: Any, bias: Any, targets: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    has_bias = bias is not None
 
-    weight = _pad_classes(weight)
+    def run_part(sums: Any, part: Any) -> tuple[Any, tuple[Any, Any]]:
+        weight_grad, bias_grad = sums
+        tokens, labels = part
+        loss, gradient = _loss_of_part(static, tokens, weight, bias, labels)
+        slope = gradient()
+        weight_grad += jnp.matmul(slope.T, tokens, preferred_element_type=jnp.float32)
+        if has_bias:
+            bias_grad += jnp.sum(slope, 0, dtype=jnp.float32)
+        return (weight_grad, bias_grad), (loss, slope @ weight)
+
+    weight, bias = _pad_classes(weight, bias)
     zeros = jnp.zeros(weight.shape, jnp.float32)
     zeros, _ = vary_alike([zeros, weight])
     parts = _split(static, x, targets)
-    weight_grad, (losses, x_grad) = jax.lax.scan(run_part, zeros, parts)
+    sums, (losses, x_grad) = jax.lax.scan(
+        run_part, (zeros, zeros[:, 0] if has_bias else None), parts
+    )
     x_grad = x_grad.reshape(-1, x.shape[1])[: x.shape[0]]
+    weight_grad, bias_grad = jax.tree.map(lambda g: g[: static.classes], sums)
     # The last residual has the dtype of the weight, because the weight itself must not be kept.
-    weight_grad = weight_grad[: static.classes]
-    return jnp.sum(losses), (x_grad, weight_grad, jnp.zeros((), weight.dtype))
+    return jnp.sum(losses), (x_grad, weight_grad, bias_grad, jnp.zeros((), weight.dtype))
 
 
-def _backward(static: Static, residuals: tuple[Any, Any, Any], grad: Any) -> tuple[Any, Any, None]:
-    x_grad, weight_grad, dtype = residuals
-    scaled = (x_grad.astype(jnp.float32) * grad).astype(x_grad.dtype)
-    return scaled, (weight_grad * grad).astype(dtype.dtype), None
+def _backward(static: Static, residuals: tuple[Any, ...], grad: Any) -> tuple[Any, ...]:
+    *grads, example = residuals
+    scaled = jax.tree.map(
+        lambda g: (g.astype(jnp.float32) * grad).astype(example.dtype), tuple(grads)
+    )
+    return *scaled, None
 
 
 _sum_of_losses.defvjp(_forward, _backward)

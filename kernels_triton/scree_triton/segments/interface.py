@@ -57,8 +57,23 @@ _PART_STEP = 2048
 _LAG_MARGIN = 2
 # Partitions per CTA of `segment_partition_starts_kernel`.
 _STARTS_PER_CTA = 128
-# Maximum rows that each CTA counts itself where no cache holds the rows of the partitions.
-_MAX_COUNTED_ROWS = 256
+# Rows that a CTA compares at once to search its rows, where no cache holds the rows of the partitions.
+_SAMPLED_ROWS = 256
+# A small batch has at most so many partitions of _SMALL_PARTITION positions. If launches are recorded, one
+# kernel processes all of its rows, with more warps per token.
+_MAX_SMALL_PARTITIONS = 1280
+_SMALL_PARTITION = 512
+_SMALL_WARPS = 4
+# Tokens of a tile of a small batch without parts.
+_SMALL_TILE = 1024
+# In a small batch one CTA processes a row of up to this many tokens if no row can be longer: the counters
+# of rows that are cut must be cleared before the kernel starts.
+_MAX_SMALL_UNCUT_LENGTH = 1 << 15
+# Tokens per step of longer rows of a small batch, and registers per thread for these steps.
+_LONG_STEP = 4096
+_LONG_STEP_REGISTERS = 128
+# Registers per thread of the kernel for all rows if some can be cut.
+_ALL_ROWS_REGISTERS = 80
 # Maximum elements of a token, so that positions in a partition fit 32 bits.
 _MAX_TOKEN_ELEMENTS = 1 << 20
 _DTYPES = (
@@ -242,6 +257,8 @@ class _LaunchConfig:
     part_launch: Launch | None = None
     part_args: Callable[..., Any] | None = None
     num_passes: int = 1
+    #: Whether each CTA searches its rows in the offsets, because no cache holds them.
+    searches_rows: bool = False
 
     @method_on_device
     def run(
@@ -275,19 +292,22 @@ class _LaunchConfig:
             n = offsets.shape[0] - 1
             parts = self.new(*contiguous((n, 2, self.cluster_size)), self.state_dtype)
             self.rows_launch(n, self.rows_args(**tensors, PARTS=parts))
-        else:
-            first_rows = offsets
-            if not sizes.counted_rows:
-                first_rows = rows.first_rows(sizes.partition_size, sizes.num_partitions)
+        elif not self.searches_rows:
+            first_rows = rows.first_rows(sizes.partition_size, sizes.num_partitions)
             self.rows_launch(sizes.num_partitions, self.rows_args(**tensors, FIRST_ROWS=first_rows))
-        if self.part_launch is not None:
-            args = self.part_args(
-                **tensors,
-                FIRST_ROWS=rows.first_rows(_PART_SIZE, sizes.num_parts),
+        elif self.part_launch is not None or not sizes.num_parts:
+            self.rows_launch(sizes.num_partitions, self.rows_args(**tensors, FIRST_ROWS=offsets))
+        if sizes.num_parts:
+            tensors |= dict(
                 PARTS=self.new((sizes.num_parts, 2, 2), (4, 2, 1), self.state_dtype),
                 COUNTS=wide_features.counters(x.device, sizes.num_parts),
             )
-            self.part_launch(sizes.num_parts * self.num_passes, args)
+            num_slots = sizes.num_parts * self.num_passes
+            if self.part_launch is None:
+                self.rows_launch(num_slots + sizes.num_partitions, self.rows_args(**tensors))
+            else:
+                first_rows = rows.first_rows(_PART_SIZE, sizes.num_parts)
+                self.part_launch(num_slots, self.part_args(**tensors, FIRST_ROWS=first_rows))
         return out
 
 
@@ -298,7 +318,11 @@ class _Sizes(NamedTuple):
     mean_length: int
     #: Tokens per row in a tile.
     width: int
+    #: Tokens of a tile.
+    tile: int
     num_warps: int
+    #: Tokens per step of rows that are much longer than a tile, or 0.
+    long_step: int
     #: Merge-path positions per partition.
     partition_size: int
     num_partitions: int
@@ -308,11 +332,11 @@ class _Sizes(NamedTuple):
     num_parts: int
     #: Parts between the first and the second pass over a part.
     lag: int
-    #: Bound on the rows that each CTA counts, or 0.
-    counted_rows: int = 0
+    #: Whether one kernel processes all rows: those of a small batch whose launches are recorded.
+    is_small: bool
 
 
-def _select_sizes(total: int, n: int, max_length: int | None) -> _Sizes:
+def _select_sizes(total: int, n: int, max_length: int | None, is_recorded: bool = False) -> _Sizes:
     """Return the sizes for rows with these host-visible lengths."""
     longest = total if max_length is None else min(max_length, total)
     other_tokens, other_rows = total, max(n, 1)
@@ -325,21 +349,45 @@ def _select_sizes(total: int, n: int, max_length: int | None) -> _Sizes:
     if width < _TOKENS_PER_WARP and width < longest <= _MAX_UNCUT_TILES * _TOKENS_PER_WARP:
         width *= 2
     num_warps = max(width // _TOKENS_PER_WARP, 1)
-    max_uncut_length = _MAX_UNCUT_TILES * num_warps * _TOKENS_PER_WARP
-    partition_size = _PARTITION_TILES * num_warps * _TOKENS_PER_WARP
+    tile = num_warps * _TOKENS_PER_WARP
+    max_uncut_length = _MAX_UNCUT_TILES * tile
+    partition_size = _PARTITION_TILES * tile
     if other_tokens > max_uncut_length * other_rows:
         partition_size = max_uncut_length
+    long_step = 0
+    is_small = (
+        is_recorded
+        and num_warps < _SMALL_WARPS
+        and total + n <= _MAX_SMALL_PARTITIONS * _SMALL_PARTITION
+    )
+    if is_small:
+        num_warps, partition_size = _SMALL_WARPS, max(_SMALL_PARTITION, width)
+        if longest <= _MAX_SMALL_UNCUT_LENGTH:
+            tile, max_uncut_length = _SMALL_TILE, _MAX_SMALL_UNCUT_LENGTH
+            long_step = _LONG_STEP if longest > _LONG_STEP // 2 else 0
     num_parts = -(-(total + n) // _PART_SIZE) if longest > max_uncut_length else 0
     return _Sizes(
         mean_length=mean_length,
         width=width,
+        tile=tile,
         num_warps=num_warps,
+        long_step=long_step,
         partition_size=partition_size,
         num_partitions=-(-(total + n) // partition_size),
         max_uncut_length=max_uncut_length,
         num_parts=num_parts,
         lag=min(longest // _PART_SIZE + _LAG_MARGIN, num_parts),
+        is_small=is_small,
     )
+
+
+def _search_constants(n: int) -> dict[str, int]:
+    """Return the constants by which a CTA searches its rows among n; with n = 0 it loads them."""
+    sampled_rows = min(triton.next_power_of_2(n), _SAMPLED_ROWS) if n else 0
+    rounds, remaining = 0, n
+    while remaining > 0:
+        rounds, remaining = rounds + 1, -(-remaining // sampled_rows) - 1
+    return dict(SAMPLED_ROWS=sampled_rows, SAMPLE_ROUNDS=rounds)
 
 
 @lru_cache(1024)
@@ -362,10 +410,10 @@ def _launch_config(
     compute_dtype = accumulator(dtypes[0] if dtype is None or is_search or is_boolean else dtype)
     state_dtype = torch.int64 if is_search else torch.int32 if is_boolean else compute_dtype
     identity = _identity(op, state_dtype if dtypes[0] != torch.bool else torch.bool)
-    sizes = _select_sizes(total, n, max_length)
     # Recorded launches belong to one call, so a launch for the rows of the partitions would too.
-    if device.type == "meta" and 0 < n <= _MAX_COUNTED_ROWS:
-        sizes = sizes._replace(counted_rows=triton.next_power_of_2(n))
+    is_recorded = device.type == "meta"
+    sizes = _select_sizes(total, n, max_length, is_recorded)
+    searches_rows = is_recorded and n > 0 and (sizes.is_small or n <= _SAMPLED_ROWS)
     strides = tuple(math.prod(token_shape[i:]) for i in range(len(token_shape) + 1))
     out = None
     if map not in wide_features.MAPS_WITHOUT_INPUT:
@@ -394,15 +442,16 @@ def _launch_config(
         COMPUTE_DTYPE=_TRITON_DTYPES[compute_dtype],
         STATE_DTYPE=_TRITON_DTYPES[state_dtype],
     )
-    num_warps, width = sizes.num_warps, sizes.width
-    tile = min(num_warps * _TOKENS_PER_WARP, width * _MAX_ROWS)
-    threads = min(32, _TOKENS_PER_WARP) * num_warps
+    num_warps, width, threads = sizes.num_warps, sizes.width, 32 * sizes.num_warps
+    tile = min(sizes.tile, width * _MAX_ROWS)
+    has_wide_tiles = sizes.tile > _TOKENS_PER_WARP
     tiles = dict(
         ROWS=tile // width,
         WIDTH=width,
         THREADS_PER_ROW=min(width, max(_MIN_THREADS_PER_ROW, threads * width // tile)),
-        THREADS_PER_LONG_ROW=threads if num_warps == 1 else min(4 * threads, tile),
-        VECTOR=num_warps > 1,
+        THREADS_PER_LONG_ROW=min(4 * threads, tile) if has_wide_tiles else threads,
+        LONG_STEP=sizes.long_step,
+        VECTOR=has_wide_tiles,
         EVEN=bool(op) and max_length is not None and n * max_length == total,
     )
     options = dict(num_warps=num_warps)
@@ -412,6 +461,11 @@ def _launch_config(
     ):
         is_count = op == reductions.COUNT_EQUAL.value
         options |= dict(maxnreg=_MAX_REGISTERS_OF_COUNTS if is_count else _MAX_REGISTERS)
+        if sizes.long_step:
+            options |= dict(maxnreg=_LONG_STEP_REGISTERS)
+        elif sizes.is_small and sizes.num_parts:
+            options |= dict(maxnreg=_ALL_ROWS_REGISTERS)
+    search = _search_constants(n if searches_rows else 0)
     key = device, dtypes, out and out[2]
     cluster_kernels = None
     if (
@@ -425,7 +479,24 @@ def _launch_config(
     ):
         cluster_kernels = _cluster_kernels(device)
     has_parts = sizes.num_parts > 0
+    launches_once = searches_rows and sizes.is_small and has_parts
     use_pdl = has_parts and device_info(device).supports_pdl
+    part_warps = num_warps if launches_once else _PART_WARPS
+    part_step = max(_PART_STEP, part_warps * _TOKENS_PER_WARP)
+    part_threads = min(128 * part_warps, part_step)
+    row_numbers = dict(
+        n=n,
+        total=total,
+        partition_size=sizes.partition_size,
+        max_uncut_length=sizes.max_uncut_length,
+        max_length=max_length or 0,
+    )
+    part_numbers = dict(
+        part_size=_PART_SIZE,
+        max_uncut_length=sizes.max_uncut_length,
+        num_parts=sizes.num_parts,
+        lag=sizes.lag,
+    )
     if cluster_kernels:
         rows_launch = cluster_kernels.launch(
             sizes.mean_length, operation | inputs | dict(LAUNCH_DEPENDENTS=use_pdl)
@@ -433,30 +504,28 @@ def _launch_config(
         rows_args = bind_args(
             cluster_kernels.ClusterArgs, n=n, total=total, max_uncut_length=sizes.max_uncut_length
         )
+    elif launches_once:
+        part_tiles = dict(PART_STEP=part_step, THREADS_PER_PART=part_threads)
+        rows_launch = _launch(
+            key,
+            merge_path.segment_rows_kernel,
+            merge_path.RowsArgs,
+            _items(operation | tiles | part_tiles | common | search),
+            _items(options),
+        )
+        rows_args = bind_args(merge_path.RowsArgs, **row_numbers | part_numbers)
     else:
         rows_launch = _launch(
             key,
             merge_path.segment_partition_kernel,
             merge_path.PartitionArgs,
-            _items(
-                operation
-                | tiles
-                | common
-                | dict(LAUNCH_DEPENDENTS=use_pdl, COUNTED_ROWS=sizes.counted_rows)
-            ),
+            _items(operation | tiles | common | dict(LAUNCH_DEPENDENTS=use_pdl) | search),
             _items(options),
         )
-        rows_args = bind_args(
-            merge_path.PartitionArgs,
-            n=n,
-            total=total,
-            partition_size=sizes.partition_size,
-            max_uncut_length=sizes.max_uncut_length,
-            max_length=max_length or 0,
-        )
+        rows_args = bind_args(merge_path.PartitionArgs, **row_numbers)
     part_launch = part_args = None
-    if has_parts:
-        part_tiles = dict(STEP=_PART_STEP, THREADS_PER_LONG_ROW=min(128 * _PART_WARPS, _PART_STEP))
+    if has_parts and not launches_once:
+        part_tiles = dict(STEP=part_step, THREADS_PER_LONG_ROW=part_threads)
         part_launch = _launch(
             key,
             merge_path.segment_part_kernel,
@@ -464,13 +533,7 @@ def _launch_config(
             _items(operation | part_tiles | common | dict(WAIT_FOR_PREVIOUS=use_pdl)),
             _items(dict(num_warps=_PART_WARPS, launch_pdl=use_pdl)),
         )
-        part_args = bind_args(
-            merge_path.PartArgs,
-            part_size=_PART_SIZE,
-            max_uncut_length=sizes.max_uncut_length,
-            num_parts=sizes.num_parts,
-            lag=sizes.lag,
-        )
+        part_args = bind_args(merge_path.PartArgs, **part_numbers)
     return _LaunchConfig(
         index,
         new,
@@ -484,6 +547,7 @@ def _launch_config(
         part_launch=part_launch,
         part_args=part_args,
         num_passes=2 if op and map else 1,
+        searches_rows=searches_rows,
     )
 
 

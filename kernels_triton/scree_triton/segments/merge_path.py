@@ -17,6 +17,9 @@ more than `max_uncut_length`  by `segment_part_kernel`: cut into parts, one per 
 
 The states of the parts of a row are combined in a fixed order, so equal inputs give equal bits.
 
+A cache holds the rows of the partitions. Where launches are recorded there is no cache: then
+`segment_rows_kernel` processes all rows of a small batch, and each CTA searches its rows in OFFSETS.
+
 Values have the shape (total,). The tail is written as 0. `OP` is the reduction and `MAP` the map, see
 `reductions`.
 The kernels and their helpers have these parameters and names:
@@ -43,6 +46,10 @@ IDENTITY                           state of a reduction of no tokens
 FILL                               value of a masked load of X
 COMPUTE_DTYPE, STATE_DTYPE         dtype of loaded tokens, dtype of states
 EVICTION                           eviction policy of loads
+LONG_STEP                          tokens per step of rows of more than half as many tokens, or 0: such
+                                   rows are processed like the others
+SAMPLED_ROWS, SAMPLE_ROUNDS        rows that a CTA compares at once to search its rows, and the rounds of
+                                   the search; with 0 rounds FIRST_ROWS is read
 LAUNCH_DEPENDENTS                  whether the next kernel may start before this kernel ends
 WAIT_FOR_PREVIOUS                  whether the kernel started before the previous kernel ended
                                    (programmatic dependent launch)
@@ -493,6 +500,32 @@ def _clear_tail(OUT, OFFSETS, first_token, n, total, partition_size, STEP: tl.co
         tl.store(OUT + tokens, tl.zeros([STEP], OUT.dtype.element_ty), mask=tokens < end)
 
 
+@triton.jit
+def _count_rows_before(
+    OFFSETS, n, position, SAMPLED_ROWS: tl.constexpr, SAMPLE_ROUNDS: tl.constexpr
+):
+    """Return the number of rows that begin before a position of the merge-path list.
+
+    Each round compares SAMPLED_ROWS rows at equal distances, all at once, and continues between two of
+    them. So the loads of the offsets wait for each other SAMPLE_ROUNDS times.
+    """
+    low = tl.zeros([], tl.int32)
+    size = low + n
+    for _ in tl.static_range(SAMPLE_ROUNDS):
+        step = (size + SAMPLED_ROWS - 1) // SAMPLED_ROWS
+        index = tl.arange(0, SAMPLED_ROWS) * step
+        rows = low + index
+        is_row = index < size
+        begins = tl.load(OFFSETS + rows, mask=is_row, other=0).to(tl.int64) + rows
+        count = tl.sum((is_row & (begins < position)).to(tl.int32), 0)
+        # The row before the last sample that begins before `position` is counted too.
+        end = low + size
+        next_low = tl.where(count > 0, low + (count - 1) * step + 1, low)
+        size = tl.where(count > 0, tl.minimum(step - 1, end - next_low), 0)
+        low = next_low
+    return low
+
+
 @triton.jit(do_not_specialize=("n", "num_partitions", "partition_size", "bisections"))
 def segment_partition_starts_kernel(
     OFFSETS, FIRST_ROWS, n, num_partitions, partition_size, bisections, BLOCK: tl.constexpr
@@ -514,8 +547,9 @@ def segment_partition_starts_kernel(
     tl.store(FIRST_ROWS + partition, low, mask=partition <= num_partitions)
 
 
-@triton.jit(do_not_specialize=("n", "total", "partition_size", "max_uncut_length", "max_length"))
-def segment_partition_kernel(
+@triton.jit
+def _process_partition(
+    partition,
     X,
     Y,
     ROW_A,
@@ -534,6 +568,7 @@ def segment_partition_kernel(
     WIDTH: tl.constexpr,
     THREADS_PER_ROW: tl.constexpr,
     THREADS_PER_LONG_ROW: tl.constexpr,
+    LONG_STEP: tl.constexpr,
     VECTOR: tl.constexpr,
     EVEN: tl.constexpr,
     NUM_INPUTS: tl.constexpr,
@@ -543,34 +578,31 @@ def segment_partition_kernel(
     FILL: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr,
-    COUNTED_ROWS: tl.constexpr = 0,
+    SAMPLED_ROWS: tl.constexpr,
+    SAMPLE_ROUNDS: tl.constexpr,
 ):
     """Process the rows of up to `max_uncut_length` tokens that begin in one partition.
 
-    COUNTED_ROWS is 0 or a bound on n. With a bound FIRST_ROWS is not read: each CTA counts the rows that
-    begin before its partition.
-
     EVEN means `n * max_length == total`. Then all rows have length `max_length`, unless there is a
-    tail. Without a tail, OFFSETS is not loaded, except for its last entry and to count rows.
+    tail. Without a tail, OFFSETS is not loaded, except for its last entry.
     """
     SCAN: tl.constexpr = (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE)
     THREADS: tl.constexpr = WIDTH if SCAN else THREADS_PER_ROW
-    if LAUNCH_DEPENDENTS:
-        gdc_launch_dependents()
-    partition = tl.program_id(0)
-    if COUNTED_ROWS > 0:
-        row = tl.arange(0, COUNTED_ROWS)
-        begin = tl.load(OFFSETS + row, mask=row < n, other=0).to(tl.int64) + row
-        partition_start = partition.to(tl.int64) * partition_size
-        first_row = tl.sum(((row < n) & (begin < partition_start)).to(tl.int32), 0)
-        end_row = tl.sum(((row < n) & (begin < partition_start + partition_size)).to(tl.int32), 0)
-    else:
+    if SAMPLE_ROUNDS == 0:
         first_row = tl.load(FIRST_ROWS + partition)
         end_row = tl.load(FIRST_ROWS + partition + 1)
     all_rows_equal = EVEN
     if EVEN:
         all_rows_equal = tl.load(OFFSETS + n) == total
+    if SAMPLE_ROUNDS > 0:
+        partition_start = partition.to(tl.int64) * partition_size
+        partition_end = partition_start + partition_size
+        # A row and its tokens take max_length + 1 positions.
+        first_row = tl.minimum(tl.cdiv(partition_start, max_length + 1), n).to(tl.int32)
+        end_row = tl.minimum(tl.cdiv(partition_end, max_length + 1), n).to(tl.int32)
+        if not all_rows_equal:
+            first_row = _count_rows_before(OFFSETS, n, partition_start, SAMPLED_ROWS, SAMPLE_ROUNDS)
+            end_row = _count_rows_before(OFFSETS, n, partition_end, SAMPLED_ROWS, SAMPLE_ROUNDS)
     if MAP != NONE:
         _clear_tail(
             OUT,
@@ -650,27 +682,125 @@ def segment_partition_kernel(
         for _ in range(tl.sum(longer, 0)):
             i = tl.argmax(longer, 0)
             longer = tl.where(row_in_tile == i, 0, longer)
-            _process_row(
-                X,
-                Y,
-                ROW_A,
-                ROW_B,
-                OUT,
-                OFFSETS,
-                tile_row + i,
-                OP,
-                MAP,
-                ROWS * WIDTH,
-                THREADS_PER_LONG_ROW,
-                VECTOR,
-                NUM_INPUTS,
-                HAS_A,
-                HAS_B,
-                IDENTITY,
-                FILL,
-                COMPUTE_DTYPE,
-                STATE_DTYPE,
-            )
+            is_long = False
+            if LONG_STEP > 0:
+                is_long = tl.max(tl.where(row_in_tile == i, lengths, 0), 0) > LONG_STEP // 2
+                if is_long:
+                    _process_row(
+                        X,
+                        Y,
+                        ROW_A,
+                        ROW_B,
+                        OUT,
+                        OFFSETS,
+                        tile_row + i,
+                        OP,
+                        MAP,
+                        LONG_STEP,
+                        LONG_STEP // 8,
+                        True,
+                        NUM_INPUTS,
+                        HAS_A,
+                        HAS_B,
+                        IDENTITY,
+                        FILL,
+                        COMPUTE_DTYPE,
+                        STATE_DTYPE,
+                    )
+            if not is_long:
+                _process_row(
+                    X,
+                    Y,
+                    ROW_A,
+                    ROW_B,
+                    OUT,
+                    OFFSETS,
+                    tile_row + i,
+                    OP,
+                    MAP,
+                    ROWS * WIDTH,
+                    THREADS_PER_LONG_ROW,
+                    VECTOR,
+                    NUM_INPUTS,
+                    HAS_A,
+                    HAS_B,
+                    IDENTITY,
+                    FILL,
+                    COMPUTE_DTYPE,
+                    STATE_DTYPE,
+                )
+
+
+@triton.jit(do_not_specialize=("n", "total", "partition_size", "max_uncut_length", "max_length"))
+def segment_partition_kernel(
+    X,
+    Y,
+    ROW_A,
+    ROW_B,
+    OUT,
+    OFFSETS,
+    FIRST_ROWS,
+    n,
+    total,
+    partition_size,
+    max_uncut_length,
+    max_length,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    THREADS_PER_ROW: tl.constexpr,
+    THREADS_PER_LONG_ROW: tl.constexpr,
+    LONG_STEP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
+    SAMPLED_ROWS: tl.constexpr,
+    SAMPLE_ROUNDS: tl.constexpr,
+):
+    """Process the rows of up to `max_uncut_length` tokens that begin in one partition."""
+    if LAUNCH_DEPENDENTS:
+        gdc_launch_dependents()
+    _process_partition(
+        tl.program_id(0),
+        X,
+        Y,
+        ROW_A,
+        ROW_B,
+        OUT,
+        OFFSETS,
+        FIRST_ROWS,
+        n,
+        total,
+        partition_size,
+        max_uncut_length,
+        max_length,
+        OP,
+        MAP,
+        ROWS,
+        WIDTH,
+        THREADS_PER_ROW,
+        THREADS_PER_LONG_ROW,
+        LONG_STEP,
+        VECTOR,
+        EVEN,
+        NUM_INPUTS,
+        HAS_A,
+        HAS_B,
+        IDENTITY,
+        FILL,
+        COMPUTE_DTYPE,
+        STATE_DTYPE,
+        SAMPLED_ROWS,
+        SAMPLE_ROUNDS,
+    )
 
 
 @triton.jit
@@ -856,8 +986,9 @@ def _map_piece(
             tl.store(counter, 0)
 
 
-@triton.jit(do_not_specialize=("part_size", "max_uncut_length", "num_parts", "lag"))
-def segment_part_kernel(
+@triton.jit
+def _process_part(
+    slot,
     X,
     Y,
     ROW_A,
@@ -867,6 +998,7 @@ def segment_part_kernel(
     FIRST_ROWS,
     PARTS,
     COUNTS,
+    n,
     part_size,
     max_uncut_length,
     num_parts,
@@ -882,38 +1014,24 @@ def segment_part_kernel(
     FILL: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
-    WAIT_FOR_PREVIOUS: tl.constexpr,
+    SAMPLED_ROWS: tl.constexpr,
+    SAMPLE_ROUNDS: tl.constexpr,
 ):
-    """Reduce or map the rows of more than `max_uncut_length` tokens, which are cut into parts.
-
-    A part is `part_size` positions of the merge-path list. It can contain the end (or the middle)
-    of one long row, side 0, and the beginning of another, side 1. There is never a second
-    beginning: a cut row has more than `max_uncut_length >= part_size` tokens. The tokens of a row
-    in one part are a piece of the row.
-
-    Pass 1 writes the state of each piece to PARTS[part, side], an array (num_parts, 2, 2), and adds
-    1 to COUNTS[part in which the row begins]. A row that spans p parts is complete when its counter
-    reaches p. Without MAP, the CTA that completes the row combines the states and writes the
-    result. With MAP, the CTAs of pass 2 wait for p, combine the states, map their tokens and add 1.
-    The CTA that reaches 2p resets the counter to 0. Maps with OP == NONE have only pass 2, which
-    waits for nothing.
-
-    `lag` must be at least the number of parts that any row spans. Otherwise a second pass waits for
-    a CTA that was not launched yet. If such CTAs fill the device, the kernel never ends.
-
-    The host derives `lag` from `max_length`, so a row longer than `max_length` can cause the same
-    deadlock. If `max_length <= max_uncut_length`, this kernel is not launched. Then the results of
-    rows of more than `max_uncut_length` tokens are never written.
-
-    With WAIT_FOR_PREVIOUS the kernel runs at the same time as the kernel of the other rows.
-    """
+    """Reduce or map the pieces of long rows in the part of a slot; see `segment_part_kernel`."""
     HAS_TWO_PASSES: tl.constexpr = OP != NONE and MAP != NONE
-    part = tl.program_id(0)
+    part = slot
     is_second_pass = OP == NONE
     if HAS_TWO_PASSES:
-        part, is_second_pass = pass_of_slot(part, num_parts, lag)
-    first_row = tl.load(FIRST_ROWS + part)
-    end_row = tl.load(FIRST_ROWS + part + 1)
+        part, is_second_pass = pass_of_slot(slot, num_parts, lag)
+    if SAMPLE_ROUNDS == 0:
+        first_row = tl.load(FIRST_ROWS + part)
+        end_row = tl.load(FIRST_ROWS + part + 1)
+    else:
+        part_start = part.to(tl.int64) * part_size
+        first_row = _count_rows_before(OFFSETS, n, part_start, SAMPLED_ROWS, SAMPLE_ROUNDS)
+        end_row = _count_rows_before(
+            OFFSETS, n, part_start + part_size, SAMPLED_ROWS, SAMPLE_ROUNDS
+        )
     for side in tl.static_range(2):
         row = first_row - 1 if side == 0 else end_row - 1
         has_row = first_row > 0 if side == 0 else end_row > first_row
@@ -981,9 +1099,215 @@ def segment_part_kernel(
                         COMPUTE_DTYPE,
                         STATE_DTYPE,
                     )
+
+
+@triton.jit(do_not_specialize=("part_size", "max_uncut_length", "num_parts", "lag"))
+def segment_part_kernel(
+    X,
+    Y,
+    ROW_A,
+    ROW_B,
+    OUT,
+    OFFSETS,
+    FIRST_ROWS,
+    PARTS,
+    COUNTS,
+    part_size,
+    max_uncut_length,
+    num_parts,
+    lag,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    STEP: tl.constexpr,
+    THREADS_PER_LONG_ROW: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    WAIT_FOR_PREVIOUS: tl.constexpr,
+):
+    """Reduce or map the rows of more than `max_uncut_length` tokens, which are cut into parts.
+
+    A part is `part_size` positions of the merge-path list. It can contain the end (or the middle)
+    of one long row, side 0, and the beginning of another, side 1. There is never a second
+    beginning: a cut row has more than `max_uncut_length >= part_size` tokens. The tokens of a row
+    in one part are a piece of the row.
+
+    Pass 1 writes the state of each piece to PARTS[part, side], an array (num_parts, 2, 2), and adds
+    1 to COUNTS[part in which the row begins]. A row that spans p parts is complete when its counter
+    reaches p. Without MAP, the CTA that completes the row combines the states and writes the
+    result. With MAP, the CTAs of pass 2 wait for p, combine the states, map their tokens and add 1.
+    The CTA that reaches 2p resets the counter to 0. Maps with OP == NONE have only pass 2, which
+    waits for nothing.
+
+    `lag` must be at least the number of parts that any row spans. Otherwise a second pass waits for
+    a CTA that was not launched yet. If such CTAs fill the device, the kernel never ends.
+
+    The host derives `lag` from `max_length`, so a row longer than `max_length` can cause the same
+    deadlock. If `max_length <= max_uncut_length`, this kernel is not launched. Then the results of
+    rows of more than `max_uncut_length` tokens are never written.
+
+    With WAIT_FOR_PREVIOUS the kernel runs at the same time as the kernel of the other rows.
+    """
+    _process_part(
+        tl.program_id(0),
+        X,
+        Y,
+        ROW_A,
+        ROW_B,
+        OUT,
+        OFFSETS,
+        FIRST_ROWS,
+        PARTS,
+        COUNTS,
+        0,
+        part_size,
+        max_uncut_length,
+        num_parts,
+        lag,
+        OP,
+        MAP,
+        STEP,
+        THREADS_PER_LONG_ROW,
+        NUM_INPUTS,
+        HAS_A,
+        HAS_B,
+        IDENTITY,
+        FILL,
+        COMPUTE_DTYPE,
+        STATE_DTYPE,
+        SAMPLED_ROWS=0,
+        SAMPLE_ROUNDS=0,
+    )
     # End after the other kernel, so that the next launch sees the results of both.
     if WAIT_FOR_PREVIOUS and tl.program_id(0) == 0:
         gdc_wait()
+
+
+@triton.jit(
+    do_not_specialize=(
+        "n",
+        "total",
+        "partition_size",
+        "max_uncut_length",
+        "max_length",
+        "part_size",
+        "num_parts",
+        "lag",
+    )
+)
+def segment_rows_kernel(
+    X,
+    Y,
+    ROW_A,
+    ROW_B,
+    OUT,
+    OFFSETS,
+    PARTS,
+    COUNTS,
+    n,
+    total,
+    partition_size,
+    max_uncut_length,
+    max_length,
+    part_size,
+    num_parts,
+    lag,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    THREADS_PER_ROW: tl.constexpr,
+    THREADS_PER_LONG_ROW: tl.constexpr,
+    LONG_STEP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    PART_STEP: tl.constexpr,
+    THREADS_PER_PART: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    SAMPLED_ROWS: tl.constexpr,
+    SAMPLE_ROUNDS: tl.constexpr,
+):
+    """Process all rows: the first CTAs as `segment_part_kernel`, the others as
+    `segment_partition_kernel`.
+
+    COUNTS must be 0. Each CTA searches its rows in OFFSETS.
+    """
+    num_slots = num_parts * (2 if OP != NONE and MAP != NONE else 1)
+    if tl.program_id(0) < num_slots:
+        _process_part(
+            tl.program_id(0),
+            X,
+            Y,
+            ROW_A,
+            ROW_B,
+            OUT,
+            OFFSETS,
+            OFFSETS,
+            PARTS,
+            COUNTS,
+            n,
+            part_size,
+            max_uncut_length,
+            num_parts,
+            lag,
+            OP,
+            MAP,
+            PART_STEP,
+            THREADS_PER_PART,
+            NUM_INPUTS,
+            HAS_A,
+            HAS_B,
+            IDENTITY,
+            FILL,
+            COMPUTE_DTYPE,
+            STATE_DTYPE,
+            SAMPLED_ROWS,
+            SAMPLE_ROUNDS,
+        )
+    else:
+        _process_partition(
+            tl.program_id(0) - num_slots,
+            X,
+            Y,
+            ROW_A,
+            ROW_B,
+            OUT,
+            OFFSETS,
+            OFFSETS,
+            n,
+            total,
+            partition_size,
+            max_uncut_length,
+            max_length,
+            OP,
+            MAP,
+            ROWS,
+            WIDTH,
+            THREADS_PER_ROW,
+            THREADS_PER_LONG_ROW,
+            LONG_STEP,
+            VECTOR,
+            EVEN,
+            NUM_INPUTS,
+            HAS_A,
+            HAS_B,
+            IDENTITY,
+            FILL,
+            COMPUTE_DTYPE,
+            STATE_DTYPE,
+            SAMPLED_ROWS,
+            SAMPLE_ROUNDS,
+        )
 
 
 @launch_args
@@ -1031,5 +1355,27 @@ class PartArgs:
     COUNTS: Written
     part_size: Number
     max_uncut_length: Number
+    num_parts: Number
+    lag: Number
+
+
+@launch_args
+class RowsArgs:
+    """Arguments of `segment_rows_kernel`."""
+
+    X: Pointer
+    Y: Pointer
+    ROW_A: Pointer
+    ROW_B: Pointer
+    OUT: Written
+    OFFSETS: Pointer
+    PARTS: Written
+    COUNTS: Written
+    n: Number
+    total: Number
+    partition_size: Number
+    max_uncut_length: Number
+    max_length: Number
+    part_size: Number
     num_parts: Number
     lag: Number
