@@ -394,7 +394,8 @@ def _use_driver(
     All are None if a launch needs Triton's launcher.
     """
     kernels = [x.launch.driver_kernels.get(k) for x, k in zip(launches, kinds, strict=True)]
-    if None in kernels:
+    # Triton's launcher skips a launch of no CTAs. The driver returns an error.
+    if None in kernels or any(x.constants[1] == 0 for x in launches):
         return None, None, None
     cache = ArgumentCache(partial(_make_plan, names, num_varying, launches, kernels))
     start = launch_kernel()
