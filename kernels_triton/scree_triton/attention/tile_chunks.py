@@ -31,9 +31,11 @@ from ..runtime.launch import COMPILE_ERRORS, on_device
 from ..runtime.recording import launch_jit
 from .tile_scheduler import FIELDS
 
-#: The work of a chunk is at least half of the mean work per CTA, and a whole tile has less than twice this.
+#: The chunks of a tile have on average at least half of the mean work per CTA. A whole tile has less
+#: than twice this.
 CHUNKS_PER_CTA = 2
-#: Fewest blocks of a chunk, summed over heads. A CTA takes as long as about two blocks before and after them.
+#: Fewest blocks of a chunk, summed over heads, on average over the chunks of a tile. A CTA takes as long
+#: as about two blocks before and after them.
 MIN_BLOCKS = 4
 #: Tiles per CTA of the kernel.
 _TILES_PER_CTA = 256
