@@ -151,6 +151,24 @@ def check_launches(hopper, dim, dtype):
         assert f"attention_{kernel}{suffix}_kernel" in names, names
 
 
+def check_launches_of_chunks():
+    """One long row has few tiles, so both kernels of the backward cut them into chunks."""
+    length = 3000
+    q, k, v = (jnp.zeros((length, 1, 64), jnp.bfloat16) for _ in range(3))
+
+    def loss(q, k, v, offsets):
+        rows = scree.Array(q, offsets, max_length=length)
+        keys_and_values = rows.with_values(k), rows.with_values(v)
+        out = scree.attention(rows, *keys_and_values, kernel="triton_jax")
+        return jnp.sum(out.values.astype(jnp.float32))
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    lowered = gradient.trace(q, k, v, offsets([length])).lower(lowering_platforms=("cuda",))
+    names = check_parameters(lowered.as_text())
+    assert names.count("attention_chunk_kernel") == 2, names
+    assert names[-2:] == ["attention_sum_chunks_kernel"] * 2, names
+
+
 def check_other_platforms():
     q, k, v = arrays(4, 32, jnp.float32)
     attend_values = jax.jit(lambda *x: attend(*x, causal=True).values)
@@ -265,6 +283,8 @@ def main():
     with patch.object(jax, "device_count", lambda: 1):
         check_launches(hopper, 64, jnp.bfloat16)
         check_launches(hopper, 64, jnp.float32)
+        if hopper:
+            check_launches_of_chunks()
         if not hopper:
             check_other_platforms()
             check_sort()

@@ -237,6 +237,17 @@ def test_kernel_that_is_not_dependent_has_no_attribute(library):
     assert [launched.attributes for launched in library.launched] == [[]]
 
 
+def test_launch_of_no_ctas_uses_tritons_launcher(library):
+    """The driver would reject it. The sum over splits has no CTAs where there are no keys."""
+    kernels = Jit(library, 1 << 20), Jit(library, 2 << 20)
+    run = bind_launches("q, x, y, count", kernels[0].bound(), kernels[1].bound(0))
+    args = tensors(4)
+    for _ in range(4):
+        run(*args)
+    assert not library.launched
+    assert [[grid for grid, *_ in kernel.launched] for kernel in kernels] == [[5] * 3, [0] * 3]
+
+
 def test_launches_run_in_order_with_their_own_arguments(library):
     kernels = Jit(library, 1 << 20), Jit(library, 2 << 20)
     fixed, q, other, x, y, counter = tensors(6)

@@ -6,7 +6,10 @@ import random
 import pytest
 import torch
 from attention_reference import offsets
+from triton.runtime.errors import OutOfResources
 
+from scree.dispatch.operation import KernelUnavailableError
+from scree_triton.attention import tile_chunks
 from scree_triton.attention.dkdv_splits import estimate_work, gains_by_chunks
 from scree_triton.attention.metadata import AttentionSpec
 from scree_triton.attention.sum_splits import attention_sum_chunks_kernel
@@ -81,6 +84,29 @@ def test_cut_tiles_covers_all_blocks_once(batch, by_keys, group, heads, window):
         first = parts[0][0] - 1
         assert sums[first][:4] == [len(parts), offset, length, start]
         assert all(x[0] == 0 for x in sums[first + 1 : first + len(parts)])
+
+
+def test_cut_tiles_selects_the_device_of_the_tiles(monkeypatch):
+    selected = []
+
+    def select(index, run):
+        selected.append(index)
+        return lambda *args: "items"
+
+    monkeypatch.setattr(tile_chunks, "on_device", select)
+    tiles = torch.zeros((3, 8), dtype=torch.int32, device=DEVICE)
+    assert cut_tiles(tiles, ChunkSpec(128, 64, 0, 0, 1, 1, 8, 0)) == "items"
+    assert selected == [tiles.device.index]
+
+
+def test_cut_tiles_whose_kernel_does_not_compile_raises(monkeypatch):
+    def fail(*args, **constants):
+        raise OutOfResources(300_000, 100_000, "shared memory")
+
+    monkeypatch.setattr(tile_chunks, "launch_jit", fail)
+    tiles = torch.zeros((3, 8), dtype=torch.int32, device=DEVICE)
+    with pytest.raises(KernelUnavailableError, match="chunks does not compile"):
+        cut_tiles(tiles, ChunkSpec(128, 64, 0, 0, 1, 1, 8, 0))
 
 
 @pytest.mark.parametrize("dim_a, dim_b", [(24, 40), (64, 0)])

@@ -1,6 +1,7 @@
 """A cost model of the backward: splits of the query heads of a key head, and chunks of tiles."""
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from .metadata import AttentionSpec
@@ -113,7 +114,7 @@ def gains_by_chunks(
     seconds = pair_flops / _SPLIT_FLOPS
     block = _QUERY_BLOCK * tile_size * seconds
     # The number of tiles of the longest row that some CTA has.
-    rounds = max(-(-(-(-longest_row // tile_size) * heads * splits) // ctas), 1)
+    rounds = max(ceil(ceil(longest_row / tile_size) * heads * splits / ctas), 1)
     ratios = []
     for work in works:
         mean = work.total * seconds * heads * group / ctas

@@ -25,12 +25,17 @@ import torch
 import triton
 import triton.language as tl
 
+from scree.dispatch.operation import KernelUnavailableError
+
+from ..runtime.launch import COMPILE_ERRORS, on_device
 from ..runtime.recording import launch_jit
 from .tile_scheduler import FIELDS
 
-#: The work of a chunk is at least half of the mean work per CTA, and a whole tile has less than twice this.
+#: The chunks of a tile have on average at least half of the mean work per CTA. A whole tile has less
+#: than twice this.
 CHUNKS_PER_CTA = 2
-#: Fewest blocks of a chunk, summed over heads. A CTA takes as long as about two blocks before and after them.
+#: Fewest blocks of a chunk, summed over heads, on average over the chunks of a tile. A CTA takes as long
+#: as about two blocks before and after them.
 MIN_BLOCKS = 4
 #: Tiles per CTA of the kernel.
 _TILES_PER_CTA = 256
@@ -217,6 +222,13 @@ def cut_tiles(tiles: torch.Tensor, spec: ChunkSpec) -> torch.Tensor:
         int32, shape ``(tiles.shape[0] + 2 * spec.max_chunks, FIELDS)``. The entries of the sums begin at
         ``tiles.shape[0] + spec.max_chunks``.
     """
+    try:
+        return on_device(tiles.device.index, _cut_tiles)(tiles, spec)
+    except COMPILE_ERRORS as error:
+        raise KernelUnavailableError(f"the kernel of chunks does not compile: {error}") from error
+
+
+def _cut_tiles(tiles: torch.Tensor, spec: ChunkSpec) -> torch.Tensor:
     max_tiles, max_chunks = tiles.shape[0] - 1, spec.max_chunks
     max_items = max_tiles + max_chunks
     items = torch.empty(

@@ -289,9 +289,7 @@ class LaunchPlan(NamedTuple):
     """Launches in sequence, with all arguments except the addresses of tensors."""
 
     num_addresses: int
-    """The number of tensors whose addresses a call reads."""
-    num_varying: int
-    """How many of them, at the end, are different in every call."""
+    """The number of tensors whose addresses a call reads. The last ones may differ in every call."""
     forms: tuple[LaunchForm, ...]
     """The launches."""
     programs: list[int]

@@ -371,7 +371,7 @@ def bind_launches(
     forms = tuple((x.described, x.pointers) for x in launches)
     bind = _launches_binder(parameters, forms, varying)
     names = _stable_names(forms, varying) + varying
-    use_driver = partial(_use_driver, names, len(varying))
+    use_driver = partial(_use_driver, names)
     kinds = [x.kind() for x in launches]
     return bind(launches, kinds, current_stream, use_driver)  # type: ignore[no-any-return]
 
@@ -387,16 +387,17 @@ def _stable_names(forms: Iterable[_Form], varying: tuple[str, ...]) -> tuple[str
 
 
 def _use_driver(
-    names: tuple[str, ...], num_varying: int, launches: Sequence[BoundLaunch], kinds: Sequence[Any]
+    names: tuple[str, ...], launches: Sequence[BoundLaunch], kinds: Sequence[Any]
 ) -> tuple[Any, Any, Any]:
     """Return the pools and the method `take` of an `ArgumentCache`, and the driver's function.
 
     All are None if a launch needs Triton's launcher.
     """
     kernels = [x.launch.driver_kernels.get(k) for x, k in zip(launches, kinds, strict=True)]
-    if None in kernels:
+    # Triton's launcher skips a launch of no CTAs. The driver returns an error.
+    if None in kernels or any(x.constants[1] == 0 for x in launches):
         return None, None, None
-    cache = ArgumentCache(partial(_make_plan, names, num_varying, launches, kernels))
+    cache = ArgumentCache(partial(_make_plan, names, launches, kernels))
     start = launch_kernel()
     if _before_launch is not None:
         start = partial(_run_after, _before_launch, start)
@@ -404,10 +405,7 @@ def _use_driver(
 
 
 def _make_plan(
-    names: tuple[str, ...],
-    num_varying: int,
-    launches: Sequence[BoundLaunch],
-    kernels: Sequence[DriverKernel],
+    names: tuple[str, ...], launches: Sequence[BoundLaunch], kernels: Sequence[DriverKernel]
 ) -> LaunchPlan:
     """Return launches for the driver. `names` has the tensors in the order of their addresses."""
     number = {name: i for i, name in enumerate(names)}
@@ -423,7 +421,6 @@ def _make_plan(
     constants = [x.constants for x in launches]
     return LaunchPlan(
         len(names),
-        num_varying,
         forms,
         programs=[x[1] for x in constants],
         fixed=[x[5] for x in constants],
