@@ -557,6 +557,13 @@ def test_cut_rows_causal_cuts_evenly_where_that_is_no_slower(lengths: list[int])
     assert causal.lengths.sum() == sum(lengths)
 
 
+def test_cut_rows_causal_of_many_rows_cuts_evenly() -> None:
+    for num_rows, num_pieces in ((1_023, 2), (1_024, 3)):
+        lengths = np.append(np.full(num_rows, 3), 2_000)
+        pieces = cut_rows(lengths, 2, (1, 1), causal=True)
+        assert np.count_nonzero(pieces.rows == num_rows) == num_pieces
+
+
 def tokens_of(pieces: Pieces, rank: int) -> list[tuple[int, int]]:
     """Return the row and the position of each token of a rank."""
     mine = pieces.select(pieces.ranks == rank)

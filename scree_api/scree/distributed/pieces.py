@@ -12,6 +12,8 @@ from .one_cut import cut_longest_row, slowest_cost
 
 #: The highest cost of a rank relative to the mean of all ranks. Above it one more row is cut.
 TOLERANCE = 1.01
+#: Most rows of a batch whose longest row may have one cut: the search visits each row.
+MAX_ONE_CUT_ROWS = 1024
 #: Bounds the number of exchanges of whole rows between two ranks, per rank.
 MAX_EXCHANGES = 8
 
@@ -56,7 +58,8 @@ def cut_rows(
     row on average. A rank whose whole rows cost less has longer chunks.
 
     If all attention has a causal mask, two ranks may have one chunk each of the longest row; see
-    `cut_longest_row`. They have if a step then costs less.
+    `cut_longest_row`. They have if a step then costs less. Batches of more than `MAX_ONE_CUT_ROWS` rows
+    keep two chunks.
 
     Parameters
     ----------
@@ -70,7 +73,9 @@ def cut_rows(
         Whether all attention has a causal mask.
     """
     pieces = _cut_evenly(lengths, num_ranks, cost)
-    if not causal or num_ranks != 2 or np.all(pieces.lengths == lengths[pieces.rows]):
+    is_small = np.count_nonzero(lengths) <= MAX_ONE_CUT_ROWS
+    is_cut = bool(np.any(pieces.lengths != lengths[pieces.rows]))
+    if not (causal and num_ranks == 2 and is_small and is_cut):
         return pieces
     cut, rank_of_row, highest = cut_longest_row(lengths, cost)
     if highest >= _causal_cost(pieces, cost):
