@@ -311,6 +311,8 @@ def check_refusals(mesh: Any) -> None:
         shard(arr, 3)
     with pytest.raises(ValueError, match="exchange: expected 'keys', 'heads' or None"):
         shard(arr, mesh, exchange="ring")
+    with pytest.raises(TypeError, match="causal: expected True or False, got 'left'"):
+        shard(arr, mesh, causal="left")
     with pytest.raises(TypeError, match="arr: expected a ragged array of torch"):
         shard(scree.from_lengths(np.ones(3), [3]), mesh)
     # Pytrees and `dataclasses.replace`, by which FSDP2 casts the inputs of modules, keep the cut.
