@@ -59,7 +59,7 @@ def shard(
         Whether all attention to the batch has a causal mask. Results are the same. On two ranks a cut
         row may then have one chunk per rank, of different lengths, so that the ranks exchange fewer
         keys. Other attention would take longer on one rank. Arrays with another `causal` may have
-        another cut. No effect on JAX and on batches of more than 1,024 rows.
+        another cut. No effect on JAX and on batches of more than 1,024 nonempty rows.
 
     Returns
     -------
