@@ -256,7 +256,8 @@ def test_load_vllm_imports_one_module_of_a_checkout(tmp_path, monkeypatch):
         vllm_checkout.load(tmp_path / "vllm")
 
 
-def testcount_triton_launches_are_counted_by_its_hook():
+@pytest.mark.needs("triton")
+def test_count_triton_launches_counts_calls_of_the_hook():
     from triton import knobs
 
     hook = knobs.runtime.launch_enter_hook

@@ -20,6 +20,7 @@ import scree
 from scree.data import split_balanced
 from scree.distributed import shard, unshard
 from scree.distributed.exchange import REMOTE_LOSS
+from scree.distributed.one_cut import cut_longest_row
 from scree.distributed.pieces import KeyPlan, Pieces, cut_rows, plan_keys, plan_remote_keys
 from scree.ops.attention import AttentionCall
 
@@ -311,6 +312,8 @@ def check_refusals(mesh: Any) -> None:
         shard(arr, 3)
     with pytest.raises(ValueError, match="exchange: expected 'keys', 'heads' or None"):
         shard(arr, mesh, exchange="ring")
+    with pytest.raises(TypeError, match="causal: expected True or False, got 'left'"):
+        shard(arr, mesh, causal="left")
     with pytest.raises(TypeError, match="arr: expected a ragged array of torch"):
         shard(scree.from_lengths(np.ones(3), [3]), mesh)
     # Pytrees and `dataclasses.replace`, by which FSDP2 casts the inputs of modules, keep the cut.
@@ -562,6 +565,26 @@ def test_cut_rows_causal_of_many_rows_cuts_evenly() -> None:
         lengths = np.append(np.full(num_rows, 3), 2_000)
         pieces = cut_rows(lengths, 2, (1, 1), causal=True)
         assert np.count_nonzero(pieces.rows == num_rows) == num_pieces
+
+
+def test_cut_rows_causal_searches_nonempty_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[np.ndarray] = []
+
+    def search(lengths: np.ndarray, cost: tuple[float, float]) -> Any:
+        searched.append(lengths)
+        return cut_longest_row(lengths, cost)
+
+    monkeypatch.setattr("scree.distributed.pieces.cut_longest_row", search)
+    dense = np.asarray([3000, 20_000, 4000, 500, 7000])
+    sparse = np.zeros(100_000, np.int64)
+    places = np.asarray([3, 500, 501, 70_000, 99_998])
+    sparse[places] = dense
+    expected, actual = (cut_rows(x, 2, (4096, 1), causal=True) for x in (dense, sparse))
+    assert [x.tolist() for x in searched] == [dense.tolist()] * 2
+    assert np.count_nonzero(expected.rows == 1) == 2
+    assert np.array_equal(actual.rows, places[expected.rows])
+    for name in ("starts", "stops", "ranks"):
+        assert np.array_equal(getattr(actual, name), getattr(expected, name))
 
 
 def tokens_of(pieces: Pieces, rank: int) -> list[tuple[int, int]]:

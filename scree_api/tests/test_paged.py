@@ -167,7 +167,6 @@ def test_append_leaves_arrays_that_cannot_be_written(name: str) -> None:
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.needs("torch")
 def test_a_cache_with_gradient_is_refused() -> None:
     k_pages, v_pages, table, lengths = (to("torch", x) for x in make_cache([5, 3]))
     new = to("torch", make_queries([1, 1], heads=2))

@@ -42,7 +42,7 @@ _TILES_PER_CTA = 256
 
 
 class ChunkSpec(NamedTuple):
-    """How to cut the tiles of one kernel.
+    """Sizes and counts by which the tiles of one kernel are cut.
 
     Parameters
     ----------

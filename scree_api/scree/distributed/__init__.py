@@ -8,7 +8,7 @@ import numpy as np
 
 from ..array import Array
 from ..broadcasting import check_ragged, moveaxis
-from ..checks import check_number
+from ..checks import check_flag, check_number
 
 __all__ = ["shard", "unshard"]
 
@@ -58,7 +58,8 @@ def shard(
     causal
         Whether all attention to the batch has a causal mask. Results are the same. On two ranks a cut
         row may then have one chunk per rank, of different lengths, so that the ranks exchange fewer
-        keys. Other attention would take longer on one rank. No effect on JAX.
+        keys. Other attention would take longer on one rank. Arrays with another `causal` may have
+        another cut. No effect on JAX and on batches of more than 1,024 nonempty rows.
 
     Returns
     -------
@@ -69,7 +70,8 @@ def shard(
     Raises
     ------
     TypeError
-        If `arr` is no ragged array of PyTorch or JAX, is a shard, or `mesh` is no mesh.
+        If `arr` is no ragged array of PyTorch or JAX, is a shard, `mesh` is no mesh, or `causal` is no
+        boolean.
     ValueError
         If the mesh has several dimensions, a cost is negative, or `exchange` is another string. On
         JAX also if the ragged axis is not the second one, or `exchange` is "heads".
@@ -107,6 +109,7 @@ def shard(
     if exchange not in (None, "keys", "heads"):
         raise ValueError(f"exchange: expected 'keys', 'heads' or None, got {exchange!r}")
     a, b = (check_number(f"cost[{i}]", x, low=0) for i, x in enumerate(cost))
+    causal = check_flag("causal", causal)
     if layout.backend.name == "jax":
         return _shard_of_jax(arr, mesh, (a, b), exchange)
     from .cut import Cut
@@ -116,11 +119,11 @@ def shard(
 
     def make() -> tuple[Any, Any]:
         lengths = np.diff(layout.read_offsets()).astype(np.int64)
-        pieces = cut_rows(lengths, group.size, (a, b), bool(causal))
+        pieces = cut_rows(lengths, group.size, (a, b), causal)
         cut = Cut(layout, group, pieces, exchange)
         return cut.make_layout(), layout.to_index(cut.whole_index(group.rank))
 
-    shard_layout, index = layout.cached(("shard", group.group, a, b, exchange, bool(causal)), make)
+    shard_layout, index = layout.cached(("shard", group.group, a, b, exchange, causal), make)
     values = layout.xp.take(arr.values, index, axis=arr.ragged_dim)
     return Array.from_layout(values, shard_layout, arr.ragged_dim)
 

@@ -26,7 +26,7 @@ def cut_longest_row(
     Parameters
     ----------
     lengths
-        (n,) int64 lengths of the rows.
+        (n,) int64 lengths of the rows, none of them 0.
     cost
         Two numbers (a, b). A row of L tokens costs ``a * L + b * L**2``.
 

@@ -12,7 +12,7 @@ from .one_cut import cut_longest_row, slowest_cost
 
 #: The highest cost of a rank relative to the mean of all ranks. Above it one more row is cut.
 TOLERANCE = 1.01
-#: Most rows of a batch whose longest row may have one cut: the search visits each row.
+#: Most nonempty rows of a batch whose longest row may have one cut: the search visits each of them.
 MAX_ONE_CUT_ROWS = 1024
 #: Bounds the number of exchanges of whole rows between two ranks, per rank.
 MAX_EXCHANGES = 8
@@ -58,8 +58,8 @@ def cut_rows(
     row on average. A rank whose whole rows cost less has longer chunks.
 
     If all attention has a causal mask, two ranks may have one chunk each of the longest row; see
-    `cut_longest_row`. They have if a step then costs less. Batches of more than `MAX_ONE_CUT_ROWS` rows
-    keep two chunks.
+    `cut_longest_row`. They do so if a step then costs less. Batches of more than `MAX_ONE_CUT_ROWS`
+    nonempty rows keep two chunks.
 
     Parameters
     ----------
@@ -77,14 +77,13 @@ def cut_rows(
     is_cut = bool(np.any(pieces.lengths != lengths[pieces.rows]))
     if not (causal and num_ranks == 2 and is_small and is_cut):
         return pieces
-    cut, rank_of_row, highest = cut_longest_row(lengths, cost)
+    rows = np.flatnonzero(lengths)
+    cut, ranks, highest = cut_longest_row(lengths[rows], cost)
     if highest >= _causal_cost(pieces, cost):
         return pieces
-    rows = np.flatnonzero(lengths)
     starts, stops = np.zeros_like(rows), lengths[rows]
-    longest = int(np.argmax(lengths))
-    at = int(np.searchsorted(rows, longest))
-    rows, ranks = np.insert(rows, at, longest), np.insert(rank_of_row[rows], at, 0)
+    at = int(np.argmax(stops))
+    rows, ranks = np.insert(rows, at, rows[at]), np.insert(ranks, at, 0)
     starts, stops = np.insert(starts, at, 0), np.insert(stops, at, cut)
     starts[at + 1] = cut
     return Pieces(*(x.astype(np.int64) for x in (rows, starts, stops, ranks)))
