@@ -476,7 +476,7 @@ def _store_output(
     PARTS: gl.constexpr,
     STORE_IN_Q_SMEM: gl.constexpr,
 ):
-    """Store the output of a warp group, or start to."""
+    """Store the output of a warp group, or start its store by TMA."""
     for n in gl.static_range(len(parts)):
         if STORE_IN_Q_SMEM:
             as_wide_matrix(
