@@ -332,7 +332,7 @@ class _Sizes(NamedTuple):
     num_parts: int
     #: Parts between the first and the second pass over a part.
     lag: int
-    #: Whether one kernel processes all rows: those of a small batch whose launches are recorded.
+    #: Whether the batch is small and its launches are recorded. Then one kernel processes all rows.
     is_small: bool
 
 
