@@ -1,4 +1,4 @@
-"""What the CUDA driver gets from a launch without Triton's launcher, with a stand-in for the driver."""
+"""Arguments of the CUDA driver in launches without Triton's launcher, with a stand-in for the driver."""
 
 import ctypes
 import re

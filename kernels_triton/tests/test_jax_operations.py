@@ -174,6 +174,18 @@ CASES = {
         lambda x: scree.softmax(x).values, lambda x: torch.softmax(x, 0), (),
         lengths=[3] * 300 + [40_000, 0, 17],
     ),
+    "max of scalars, a row cut into parts": Case(
+        lambda x: xp(x).max(x, axis=1), reduction("amax"), (), lengths=[3] * 300 + [40_000, 1, 17],
+        per_row=True,
+    ),
+    "cumulative sum of scalars, a row cut into parts": Case(
+        lambda x: xp(x).cumulative_sum(x, axis=1).values, lambda x: torch.cumsum(x, 0), (),
+        lengths=[2, 0] * 150 + [40_000, 0, 17],
+    ),
+    "logsumexp of scalars, a row that one CTA processes alone": Case(
+        scree.logsumexp, lambda x: torch.logsumexp(x, 0), (), lengths=[5] * 300 + [9000, 1],
+        per_row=True,
+    ),
     "sum, a row cut into parts": Case(
         lambda x: xp(x).sum(x, axis=1), reduction("sum"), (4,), lengths=[3, 9000], per_row=True
     ),
@@ -271,6 +283,22 @@ def test_rows_of_scalars_are_found_in_several_rounds(sampled_rows, longest, monk
     actual = run(jnp.asarray(x, jnp.float32), offsets_of(lengths))
     compare(actual[0], sums, 2e-5)
     compare(actual[1], weights, 2e-5)
+
+
+@pytest.mark.parametrize("longest", [9000, 40_000])
+def test_argmax_of_cut_rows_is_the_first_maximum(longest):
+    """The maximum occurs in several parts of the row."""
+    lengths = [2] * 290 + [longest, 1, longest // 2]
+    x = np.random.default_rng(0).integers(0, 50, sum(lengths) + TAIL).astype(np.float32)
+    expected = [row.argmax() for row in np.split(x, np.cumsum(lengths))[:-1]]
+    x[sum(lengths) :] = np.nan
+
+    @jax.jit
+    def run(x, offsets):
+        rows = scree.Array(x, offsets, max_length=longest)
+        return xp(rows).argmax(rows, axis=1)
+
+    np.testing.assert_array_equal(run(jnp.asarray(x), offsets_of(lengths)), expected)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 300, [0, 2, 1] * 200, [3, 500] * 130, [9000, 1] * 40])

@@ -145,8 +145,8 @@ def forward_producer(
 ):
     """Load queries once per tile, and each key block with the values of the previous block.
 
-    One step of the consumers multiplies both. The last values before a tile without keys, and of all
-    tiles, come alone. The producer fetches the next tile and reads its entry before it waits for the
+    One step of the consumers multiplies both. The last values before a tile without keys, and after the
+    last tile, are loaded alone. The producer fetches the next tile and reads its entry before it waits for the
     slot of the last keys, which hides the latency.
     """
     q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
@@ -476,7 +476,7 @@ def _store_output(
     PARTS: gl.constexpr,
     STORE_IN_Q_SMEM: gl.constexpr,
 ):
-    """Store the output of a warp group, or start to."""
+    """Store the output of a warp group, or start its store by TMA."""
     for n in gl.static_range(len(parts)):
         if STORE_IN_Q_SMEM:
             as_wide_matrix(

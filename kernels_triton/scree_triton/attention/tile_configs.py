@@ -112,8 +112,8 @@ SHORTEST_SEQLEN, SHORTEST_MEAN_SEQLEN = 192, 128
 #: the longest row of queries may attend to few keys, and another row of few queries to most keys: a tile
 #: of that row would then take longer than the work per SM.
 LONG_SEQLEN = 4096
-#: A batch has medium rows if no row is known to be longer, and its heads have 129 to 160 numbers. Then tiles
-#: of 128 x 64 in wide parts take less time than 128 x 128.
+#: A batch has medium rows if all rows are known to be at most this long, and its heads have 129 to 160 numbers.
+#: Then tiles of 128 x 64 in wide parts take less time than 128 x 128.
 MEDIUM_SEQLEN = 2048
 #: A batch has a small window if a query attends to fewer keys. A tile of 128 x 128 or 192 x 64 processes about
 #: 256 keys more than that, and a tile of 64 x 64 128 keys more, assumed to take up to 1.25 times as long per key.

@@ -59,7 +59,7 @@ _LAG_MARGIN = 2
 _STARTS_PER_CTA = 128
 # Rows that a CTA compares at once to search its rows, where no cache holds the rows of the partitions.
 _SAMPLED_ROWS = 256
-# A small batch has at most so many partitions of _SMALL_PARTITION positions. If launches are recorded, one
+# A small batch has at most this many partitions of _SMALL_PARTITION positions. If launches are recorded, one
 # kernel processes all of its rows, with more warps per token.
 _MAX_SMALL_PARTITIONS = 1280
 _SMALL_PARTITION = 512
@@ -332,7 +332,7 @@ class _Sizes(NamedTuple):
     num_parts: int
     #: Parts between the first and the second pass over a part.
     lag: int
-    #: Whether one kernel processes all rows: those of a small batch whose launches are recorded.
+    #: Whether the batch is small and its launches are recorded. Then one kernel processes all rows.
     is_small: bool
 
 

@@ -518,7 +518,7 @@ def _count_rows_before(
         is_row = index < size
         begins = tl.load(OFFSETS + rows, mask=is_row, other=0).to(tl.int64) + rows
         count = tl.sum((is_row & (begins < position)).to(tl.int32), 0)
-        # The row before the last sample that begins before `position` is counted too.
+        # The last sample that begins before `position` is counted too.
         end = low + size
         next_low = tl.where(count > 0, low + (count - 1) * step + 1, low)
         size = tl.where(count > 0, tl.minimum(step - 1, end - next_low), 0)
