@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import scree
-from scree.dispatch.operation import OPERATIONS
+from scree.dispatch.operation import OPERATIONS, KernelUnavailableError
 from scree.ops.attention import AttentionCall
 from scree.providers.torch_attention_gradient import AttentionGradientCall
 from scree_triton.attention import interface
 from scree_triton.attention.interface import make_spec
 from scree_triton.attention.launch_configs import get_launch_config
 from scree_triton.attention.metadata import VarlenLayout
+from scree_triton.runtime import fallback
 from scree_triton.runtime.launch import UnalignedError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,6 +120,30 @@ def test_attention_backward_prepares_the_launches_of_a_layout_once(monkeypatch):
         assert all(map(torch.equal, *grads))
         assert len(prepared) == expected
         prepared.clear()
+
+
+def test_attention_backward_that_cannot_be_prepared_is_replaced(monkeypatch):
+    cu = torch.tensor([0, 4, 21], dtype=torch.int32, device=DEVICE)
+    q, k, v, dout = (torch.randn(21, 2, 16, device=DEVICE) for _ in range(4))
+    spec, layout = make_spec(True, None, None, 0.2, None), VarlenLayout(cu, cu, {}, 17)
+    out, lse = interface.attention_forward(q, k, v, layout, spec)
+    expected = interface.attention_backward(dout, q, k, v, out, lse, layout, spec)
+    config, tried = type(get_launch_config(q, k, v, layout, spec, 0)), []
+
+    def fail(*args):
+        tried.append(args)
+        raise KernelUnavailableError("a kernel does not compile")
+
+    monkeypatch.setattr(fallback, "_UNAVAILABLE", {})
+    monkeypatch.setattr(config, "prepare_backward", fail)
+    layout = layout._replace(cache={})
+    with pytest.warns(RuntimeWarning, match="a kernel does not compile"):
+        grads = interface.attention_backward(dout, q, k, v, out, lse, layout, spec)
+    again = interface.attention_backward(dout, q, k, v, out, lse, layout, spec)
+    for results in (grads, again):
+        for x, y in zip(results, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3)
+    assert len(tried) == 1
 
 
 def test_attention_backward_other_keys_in_one_cache_have_launches_of_their_own():

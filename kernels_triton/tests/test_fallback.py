@@ -305,12 +305,14 @@ class BrokenConfig(LaunchConfig):
         def fail(*args):
             raise KernelUnavailableError("a Hopper kernel does not compile")
 
+        if self.broken == f"preparation of {name}":
+            fail()
         config = PortableConfig(*self.arguments)
         return fail if name == self.broken else getattr(config, f"prepare_{name}")(*args)
 
 
 @pytest.mark.parametrize("operators", [False, True])
-@pytest.mark.parametrize("broken", ["forward", "backward"])
+@pytest.mark.parametrize("broken", ["forward", "backward", "preparation of backward"])
 def test_attention_kernel_that_does_not_compile_is_replaced_by_a_portable_one(
     broken, operators, monkeypatch
 ):

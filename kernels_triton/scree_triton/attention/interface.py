@@ -6,7 +6,7 @@ torch.compile or torch.export traces, custom operators run the same launch confi
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -475,9 +475,15 @@ def _prepare_backward(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the function of `LaunchConfig.prepare_backward`, and the function that replaces it."""
     # The functions can be in the cache of the layout, so they must not hold the cache.
-    rows = layout._replace(cache=None)
-    run = config.prepare_backward(layout, total_q, total_k, spec)
-    return run, partial(_other_backward, config, rows, spec)
+    other = partial(_other_backward, config, layout._replace(cache=None), spec)
+    try:
+        return config.prepare_backward(layout, total_q, total_k, spec), other
+    except KernelUnavailableError as error:  # a kernel that cuts tiles does not compile
+        return partial(_raise_unavailable, str(error)), other
+
+
+def _raise_unavailable(reason: str, *args: Any) -> NoReturn:
+    raise KernelUnavailableError(reason)
 
 
 def _record_attention(ctx, constants, q, k, v):
