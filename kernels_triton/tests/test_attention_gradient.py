@@ -139,8 +139,8 @@ def test_attention_backward_that_cannot_be_prepared_is_replaced(monkeypatch):
     layout = layout._replace(cache={})
     with pytest.warns(RuntimeWarning, match="a kernel does not compile"):
         grads = interface.attention_backward(dout, q, k, v, out, lse, layout, spec)
-    again = interface.attention_backward(dout, q, k, v, out, lse, layout, spec)
-    for results in (grads, again):
+    repeated = interface.attention_backward(dout, q, k, v, out, lse, layout, spec)
+    for results in (grads, repeated):
         for x, y in zip(results, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3)
     assert len(tried) == 1

@@ -373,7 +373,7 @@ class ArgumentCache:
         memory[: len(addresses)] = addresses
         ctypes.memmove(base + 8 * layout.first_value, self.values, len(self.values))
         calls = []
-        for form, programs, config, parameters, places, (map_addresses, _) in zip(
+        for form, programs, config, parameters, map_cells, (map_addresses, _) in zip(
             plan.forms,
             plan.programs,
             layout.configs,
@@ -384,8 +384,8 @@ class ArgumentCache:
         ):
             memory[config] = programs | 1 << 32
             memory[config + _CELLS_BEFORE_STREAM] = stream
-            for place, address in zip(places, map_addresses, strict=True):
-                memory[place] = address
+            for cell, address in zip(map_cells, map_addresses, strict=True):
+                memory[cell] = address
             pointers = (ctypes.byref(memory, 8 * x) for x in (config, parameters))
             calls.append((next(pointers), form.kernel.handle, next(pointers), None))
         return ArgumentBuffer(memory, tuple(calls), maps)

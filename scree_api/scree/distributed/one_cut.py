@@ -91,9 +91,11 @@ def _exchange_rows(
     tokens, pairs = tokens.copy(), pairs.copy()
     highest, signs = float(slowest_cost(tokens, pairs, cost)), np.asarray([-1.0, 1.0])
     for _ in range(MAX_EXCHANGES):
-        given, taken = (np.flatnonzero(ranks[:MAX_ROWS] == rank) for rank in range(2))
+        first_rows, second_rows = (np.flatnonzero(ranks[:MAX_ROWS] == rank) for rank in range(2))
         # The last of each is no row.
-        from_first, from_second = (np.append(lengths[rows], 0.0) for rows in (given, taken))
+        from_first, from_second = (
+            np.append(lengths[rows], 0.0) for rows in (first_rows, second_rows)
+        )
         moved = from_first[:, None] - from_second
         moved_pairs = from_first[:, None] ** 2 - from_second**2
         costs = slowest_cost(
@@ -107,6 +109,6 @@ def _exchange_rows(
         highest = float(costs[i, j])
         tokens += signs * moved[i, j]
         pairs += signs * moved_pairs[i, j]
-        ranks[given[i : i + 1]] = 1
-        ranks[taken[j : j + 1]] = 0
+        ranks[first_rows[i : i + 1]] = 1
+        ranks[second_rows[j : j + 1]] = 0
     return highest
