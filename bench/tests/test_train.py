@@ -439,6 +439,32 @@ def losses(folder):
     return state["losses"].numpy(), path.name
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_save_that_ends_early_keeps_the_older_checkpoint(documents, error, tmp_path, monkeypatch):
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from scree_bench.training import loop, models
+    from scree_bench.training.forms import Plan
+
+    plan = Plan(models.SIZES["tiny"], 128, 24, 64)
+    settings = loop.Settings(plan, "cpu", "amp", 1, steps=4, warm_up=1, rate=1e-3)
+    training = loop.Training(settings, documents, "scree", False, "chunked")
+    losses = [training.run().loss.item()]
+    training.save(tmp_path, losses, 1.0)
+    training.run()
+
+    def fail(number):
+        raise error
+
+    # PyTorch raises CheckpointException for whatever happens while it writes.
+    expected = error if error is KeyboardInterrupt else CheckpointException
+    with monkeypatch.context() as patch, pytest.raises(expected):
+        patch.setattr(os, "fsync", fail)
+        training.save(tmp_path, [*losses, 0.0], 2.0)
+    resumed = loop.Training(settings, documents, "scree", False, "chunked")
+    assert resumed.resume(tmp_path) == (losses, 1.0)
+
+
 def test_killed_run_resumes_bit_for_bit(tmp_path, text):
     options = [
         *text,

@@ -254,10 +254,18 @@ class Training:
 
 @contextmanager
 def _checkpoint_of_one_process() -> Iterator[None]:
-    """Silence the question whether a checkpoint without a process group is meant."""
+    """Silence the question whether a checkpoint without a process group is meant, and let Ctrl-C end it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable", UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            # PyTorch collects all exceptions of the ranks, also Ctrl-C.
+            if any(isinstance(x, KeyboardInterrupt) for x, _ in error.failures.values()):
+                raise KeyboardInterrupt from None
+            raise
 
 
 def compiled_graphs() -> int:
